@@ -1,0 +1,541 @@
+"""Splicing our amending files into upstream's modules, byte for byte outside the touched spans."""
+
+import ast
+import io
+import re
+import tokenize
+from bisect import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tools.fork.parse import (
+    BODY_VERBS, DEFINITIONS, IMPORTS, ForkError, Function, Item, Member, Problem, Source, import_parts,
+    inner_statements, is_type_checking, select, statements, value_of,
+)
+
+UNTOUCHABLE = ("vllm/__init__.py", "vllm/_version.py", "vllm/platforms/__init__.py")
+ATOMS = (ast.Name, ast.Call, ast.Attribute, ast.Constant, ast.Subscript, ast.JoinedStr, ast.List, ast.Dict, ast.Set,
+         ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+Piece = tuple[str, int]  # text of ours, line it stands on in our file
+
+
+@dataclass
+class Composed:
+    """A composed module; `runs` holds [first line, count, 1 if ours else 0, first line there]."""
+
+    text: str
+    runs: list[list[int]]
+
+
+@dataclass
+class Composer:
+    """Composes one module.
+
+    Attributes:
+        base: Upstream's module.
+        ours: Our amending file at the same path.
+        active: Says by name which of our definitions take part.
+    """
+
+    base: Source
+    ours: Source
+    active: Callable[[str], bool] = lambda name: True
+    splices: list[tuple[int, int, list[Piece]]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    placed: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def run(self) -> Composed:
+        """Applies every active directive.
+
+        Raises:
+            ForkError: With all that was found wrong.
+        """
+        self.findings()
+        if self.problems:
+            raise ForkError(*self.problems)
+        return self.assemble()
+
+    def findings(self) -> dict[str, list[Problem]]:
+        """Works every active directive out; what was found wrong, by definition, and under `imports`."""
+        if self.ours.path in UNTOUCHABLE:
+            what = "this file cannot be amended: the version, the platform and the package root are upstream's"
+            raise self.fail(1, "FORM", what, todo="Amend the caller, or write a new file.")
+        items = [item for item in self.ours.items if self.active(item.name)]
+        found = {}
+        for item in items:
+            before = len(self.problems)
+            try:
+                getattr(self, item.verb)(item)
+            except ForkError as error:
+                self.problems += error.problems
+            found[item.name] = self.problems[before:]
+        before = len(self.problems)
+        try:
+            self.imports(items)
+        except ForkError as error:
+            self.problems += error.problems
+        return found | {"imports": self.problems[before:]}
+
+    def fail(self, item: Item | int, code: str, what: str, seen: str = "", todo: str = "") -> ForkError:
+        line = item if isinstance(item, int) else item.line
+        return ForkError(Problem(self.ours.path, line, code, what, seen, todo))
+
+    def splice(self, start: int, end: int, pieces: list[Piece]) -> None:
+        self.splices.append((start, end, pieces))
+
+    # What an item refers to upstream
+
+    def scope(self, item: Item) -> list[ast.stmt]:
+        body = self.base.scope(item.owner)
+        if body is None:
+            raise self.fail(item, "GONE", f"upstream has no class {'.'.join(item.owner)} (or several)",
+                            todo=f"Look at `./fork show {self.base.path}`.")
+        return body
+
+    def upstream(self, item: Item) -> list[Member]:
+        return [m for m in self.base.members(self.scope(item)) if m.key == item.member.key]
+
+    def target(self, item: Item, pinned: bool = False) -> Member:
+        """The one upstream member an item amends, chosen by its pin where it has one."""
+        found = self.upstream(item)
+        here, what = f"{self.ours.path}::{item.name}", f"{item.name}: "
+        if not found:
+            raise self.fail(item, "GONE", what + f"upstream has nothing of that name to {item.verb}",
+                            todo=f"Look for its new place with `./fork show {self.base.path}`, or `add` it.")
+        if pinned and not item.arg:
+            raise self.fail(item, "FORM", what + f"{item.verb} needs a pin", todo=f"Run `./fork pin {here}`.")
+        pins = [self.base.pin(m) for m in found]
+        fit = [m for m, pin in zip(found, pins) if not pinned or pin == item.arg]
+        if not fit:
+            sizes = ", ".join(f"{m.end - m.start + 1} lines, pin {pin}" for m, pin in zip(found, pins))
+            ours = item.member.end - item.member.start + 1
+            raise self.fail(item, "DRIFT", what + f"pinned to {item.arg}, and upstream's text is another",
+                            f"upstream {sizes}; ours {ours} lines",
+                            f"Read `./fork show {here}`, adapt ours, then run `./fork pin {here}`.")
+        if len(fit) > 1:
+            raise self.fail(item, "ANCHOR", what + f"upstream defines it {len(fit)} times",
+                            "lines " + ", ".join(str(m.start) for m in fit), "Amend something that stands alone.")
+        return fit[0]
+
+    def whole_lines(self, item: Item, first: int, last: int, node: ast.AST) -> None:
+        """Refuses a span that shares a line with other statements."""
+        start, end = self.base.span(node)  # type: ignore[arg-type]
+        before = self.base.text[self.base.offset(node.lineno) : start]  # type: ignore[attr-defined]
+        after = self.base.text[end : self.base.offset(last + 1)]
+        if before.strip() not in ("", "el") or not re.fullmatch(r"\s*(#.*)?\s*", after):
+            raise self.fail(item, "ANCHOR", f"{item.name}: upstream's line {first} holds more than one statement",
+                            todo="Pick a statement with a line of its own, or `replace` the function.")
+
+    # Our text
+
+    def excerpt(self, first: int, last: int, indent: str, swaps: dict[int, list[tuple[int, int, str]]] = {}
+                ) -> list[Piece]:
+        """Our lines first..last, moved from their own indentation to another one."""
+        lines = [n for n in range(first, last + 1) if n not in self.ours.directives]
+        code = [n for n in lines if self.ours.lines[n - 1].strip()]
+        if not code:
+            return []
+        own = self.ours.indent(code[0])
+        pieces = []
+        for n in range(code[0], code[-1] + 1):
+            if n in self.ours.directives:
+                continue
+            text = self.ours.lines[n - 1].rstrip("\r")
+            for start, end, value in sorted(swaps.get(n, ()), reverse=True):
+                text = text[:start] + value + text[end:]
+            if n not in self.ours.string_lines:
+                text = "" if not text.strip() else indent + text[len(own):] if text.startswith(own) else text
+            pieces.append((text + self.base.newline, n))
+        return pieces
+
+    def definition(self, item: Item, indent: str) -> list[Piece]:
+        """One of our members, with the comments directly above it."""
+        return self.excerpt(self.ours.comment_top(item.member.start), item.member.end, indent)
+
+    # Directives above a definition
+
+    def add(self, item: Item) -> None:
+        body, name = self.scope(item), item.member.name
+        if found := self.upstream(item):
+            same = any(self.base.source(m) == self.ours.source(item.member) for m in found)
+            raise self.fail(item, "LANDED" if same else "EXISTS", f"upstream defines {item.name} itself",
+                            f"{self.base.path}:{found[0].start}",
+                            "Delete ours: upstream has it." if same else "Use replace or edit, or another name.")
+        after = ".".join((*item.owner, item.arg))
+        anchors = [m for m in self.base.members(body) if item.arg in (m.name, m.key)]
+        if item.arg and after in self.placed and not anchors:
+            start, indent = self.placed[after]
+            last = None
+        elif item.arg:
+            if not anchors:
+                raise self.fail(item, "GONE", f"{item.name}: upstream has no {after} to stand after",
+                                todo="Name another member of the same body, or leave `after` out.")
+            last = max(anchors, key=lambda m: m.end).node
+        else:
+            last = body[-1]
+            if not item.owner and isinstance(last, ast.If) and "__name__" in ast.unparse(last.test):
+                last = body[-2]
+        if last is not None:
+            end = last.end_lineno or last.lineno
+            self.whole_lines(item, end, end, last)
+            first = min([last.lineno, *(d.lineno for d in getattr(last, "decorator_list", ()))])
+            start, indent = self.base.offset(end + 1), self.base.indent(first)
+        self.placed[item.name] = self.placed[".".join((*item.owner, name))] = start, indent
+        plain = not isinstance(item.member.node, DEFINITIONS)
+        gap = 0 if plain and (last is None or isinstance(last, (ast.Assign, ast.AnnAssign))) else 2 - bool(indent)
+        blank = (self.base.newline, item.member.start)
+        pieces = [blank] * gap + self.definition(item, indent)
+        if start == len(self.base.text) and not self.base.text.endswith("\n"):
+            pieces.insert(0, blank)
+        follows = self.base.text[start:].partition("\n")[0]
+        if not plain and follows.strip() and self.base.text[start - 2 : start] != "\n\n":
+            pieces += [blank] * gap
+        self.splice(start, start, pieces)
+
+    def extend(self, item: Item) -> None:
+        theirs, ours = self.target(item).node, item.member.node
+        if not isinstance(theirs, ast.ClassDef):
+            raise self.fail(item, "GONE", f"{item.name} is no class upstream")
+        if item.arg:
+            self.splice(*_header(self.base, theirs), [(self._text(_header(self.ours, ours)), ours.lineno)])
+
+    def _text(self, span: tuple[int, int]) -> str:
+        return self.ours.text[span[0] : span[1]]
+
+    def replace(self, item: Item) -> None:
+        theirs = self.target(item, pinned=True)
+        self.whole_lines(item, theirs.start, theirs.end, theirs.node)
+        pieces = self.definition(item, self.base.indent(theirs.start))
+        self.splice(self.base.offset(theirs.start), self.base.offset(theirs.end + 1), pieces)
+
+    def append(self, item: Item) -> None:
+        theirs = self.target(item)
+        display = _display(theirs.node)
+        mine = _display(item.member.node)
+        if display is None or mine is None or type(display) is not type(mine):
+            raise self.fail(item, "FORM", f"{item.name}: append joins a list, tuple, set or dict to one of its kind",
+                            f"{self.base.path}:{theirs.start}")
+        have = {ast.dump(key) for key, _ in _elements(display)}
+        for key, _ in _elements(mine):
+            if ast.dump(key) in have:
+                raise self.fail(item, "EXISTS", f"{item.name} holds {ast.unparse(key)} already",
+                                f"{self.base.path}:{theirs.start}", "Drop the element.")
+        pieces = [(self._text((self.ours.span(key)[0], self.ours.span(value)[1])), key.lineno)
+                  for key, value in _elements(mine)]
+        elements = _elements(display)
+        if elements:
+            self.join(*elements[-1], pieces)
+        else:
+            start = self.base.span(display)[0] + 1
+            self.splice(start, start, [((", " if n else "") + text, line) for n, (text, line) in enumerate(pieces)])
+
+    def join(self, first: ast.expr | ast.arg, last: ast.expr | ast.arg, pieces: list[Piece]) -> None:
+        """Puts more elements behind the one from `first` to `last`, on lines of their own where it has one."""
+        end = self.base.offset(last.end_lineno or 0, last.end_col_offset or 0)
+        head = self.base.text[self.base.offset(first.lineno) : self.base.offset(first.lineno, first.col_offset)]
+        own_line = not head.strip(" *")
+        tail = re.compile(r",[ \t]*(#[^\n]*?)?(?=\r?\n)").match(self.base.text, end) if own_line else None
+        if tail:
+            pad = self.base.newline + self.base.indent(first.lineno)
+            self.splice(tail.end(), tail.end(), [(f"{pad}{text},", line) for text, line in pieces])
+        else:
+            self.splice(end, end, [(f", {text}", line) for text, line in pieces])
+
+    # Directives inside an edit
+
+    def edit(self, item: Item) -> None:
+        theirs = self.target(item, pinned=True)
+        function, mine = theirs.node, item.member.node
+        assert isinstance(function, Function) and isinstance(mine, Function)
+        inside = sorted(n for n in self.ours.directives if item.member.start < n <= item.member.end)
+        if not inside:
+            raise self.fail(item, "FORM", f"{item.name}: an edit without a directive inside",
+                            todo="Say `# fork: at start` or another place above our statements.")
+        known = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)} | {"upstream"}
+        known |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        known |= {a.asname or a.name for n in ast.walk(function) if isinstance(n, IMPORTS) for a in n.names}
+        for n, text in self.ours.directives.items():
+            if n in inside and text.startswith("param "):
+                known.add(re.split(r"\W", text.removeprefix("param ").strip(), maxsplit=1)[0])
+        for arg in (a for a in ast.walk(mine.args) if isinstance(a, ast.arg)):
+            if arg.arg not in known:
+                raise self.fail(arg.lineno, "NAME", f"{item.name}: upstream's function knows no {arg.arg}",
+                                todo="The header of an edit lists upstream's names that our statements use.")
+        for n, after in zip(inside, [*inside[1:], item.member.end + 1]):
+            body = [s for s in mine.body if n < s.lineno < after and not _is_ellipsis(s)]
+            try:
+                self.place(item, function, self.ours.directives[n], n, after - 1, body)
+            except ForkError as error:
+                self.problems += error.problems
+
+    def place(self, item: Item, function: Function, text: str, line: int, last: int, body: list[ast.stmt]) -> None:
+        """Carries out one directive inside an edit; our statements stand on lines line+1..last."""
+        match = BODY_VERBS.fullmatch(text)
+        if not match:
+            raise self.fail(line, "FORM", f"`# fork: {text}` is no directive inside an edit",
+                            todo="Known: at start, at end, before SEL, after SEL, instead-of SEL, param DECL.")
+        verb, arg = match["verb"], match["arg"]
+        if verb == "param":
+            self.param(item, function, arg, line)
+            return
+        if not body:
+            raise self.fail(line, "FORM", f"`# fork: {text}` has no statement of ours below it")
+        if verb in ("at start", "at end"):
+            node = function.body[-1 if verb == "at end" else 0]
+            documented = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            before = verb == "at start" and not documented
+        else:
+            found = select(function, arg)
+            if len(found) != 1:
+                seen = ", ".join(str(s.lineno) for s in found)
+                raise self.fail(line, "ANCHOR", f"{item.name}: `{arg}` matches {len(found)} statements",
+                                f"{self.base.path}: lines {seen}" if found else "",
+                                "Pick one with an index, such as `return[1]`." if found else "Name another one.")
+            node, before = found[0], verb == "before"
+        first, end = node.lineno, node.end_lineno or node.lineno
+        indent = self.base.indent(first)
+        if verb == "instead-of":
+            if self.instead(item, node, line, last, body):
+                return
+            first_offset = self.base.offset(first)
+        else:
+            first_offset = self.base.offset(self._comment_top(first) if before else end + 1)
+        self.whole_lines(item, first, end, node)
+        if self.base.text[self.base.span(node)[0] :].startswith("elif") and verb != "after":
+            raise self.fail(line, "ANCHOR", f"{item.name}: `{arg}` is an elif; nothing can stand before it",
+                            todo="Use instead-of with a body of `...` to change its test.")
+        pieces = self.excerpt(line + 1, last, indent, self.swaps(item, node, line, body) if verb == "instead-of" else {})
+        if end == len(self.base.lines) and not before and not self.base.text.endswith("\n"):
+            pieces.insert(0, (self.base.newline, line))
+        self.splice(first_offset, self.base.offset(end + 1) if verb == "instead-of" else first_offset, pieces)
+
+    def _comment_top(self, line: int) -> int:
+        """First of the comment lines directly above an upstream statement, which belong to it."""
+        indent = self.base.indent(line)
+        while line > 1 and self.base.lines[line - 2].startswith(indent + "#"):
+            line -= 1
+        return line
+
+    def instead(self, item: Item, node: ast.stmt, line: int, last: int, body: list[ast.stmt]) -> bool:
+        """Swaps the test (iterable, context) of a compound statement when our body there is `...`."""
+        inner = getattr(body[0], "body", None)
+        if len(body) != 1 or not inner or not all(map(_is_ellipsis, inner)):
+            return False
+        theirs, mine = value_of(node), value_of(body[0])
+        if type(body[0]) is not type(node) or theirs is None or mine is None:
+            raise self.fail(line, "ANCHOR", f"{item.name}: ours and upstream's statement are of different kinds",
+                            f"{self.base.path}:{node.lineno}: {type(node).__name__}")
+        swaps = self.swaps(item, node, line, body)
+        text, (start, end) = "", self.ours.span(mine)
+        for n in range(mine.lineno, (mine.end_lineno or 0) + 1):
+            offset = self.ours.offset(n)
+            part = self.ours.lines[n - 1][: end - offset]
+            for a, b, value in sorted(swaps.get(n, ()), reverse=True):
+                part = part[:a] + value + part[b:]
+            text += ("\n" if text else "") + part[max(0, start - offset) :]
+        text = (text if _stands_alone(text) else f"({text})").replace("\n", self.base.newline)
+        self.splice(*self.base.span(theirs), [(text, mine.lineno)])
+        return True
+
+    def swaps(self, item: Item, node: ast.stmt, line: int, body: list[ast.stmt]
+              ) -> dict[int, list[tuple[int, int, str]]]:
+        """Where our statements say `upstream`, and upstream's text for it, bracketed when it must be."""
+        found: dict[int, list[tuple[int, int, str]]] = {}
+        value = value_of(node)
+        for name in (n for s in body for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == "upstream"):
+            if value is None:
+                raise self.fail(line, "ANCHOR", f"{item.name}: the statement has no value that `upstream` could be",
+                                f"{self.base.path}:{node.lineno}: {type(node).__name__}")
+            text = self.base.segment(value)
+            plain = isinstance(value, ATOMS) and _stands_alone(text)
+            offset = self.ours.offset(name.lineno)
+            start, end = self.ours.span(name)
+            found.setdefault(name.lineno, []).append((start - offset, end - offset, text if plain else f"({text})"))
+        return found
+
+    def param(self, item: Item, function: Function, text: str, line: int) -> None:
+        try:
+            declared = ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
+            valid = len(declared.args) == len(declared.defaults) == 1
+        except SyntaxError:
+            valid = False
+        if not valid:
+            raise self.fail(line, "FORM", f"{item.name}: `{text}` is no parameter with a default",
+                            todo="Write it as `name: type = default`.")
+        args = function.args
+        if declared.args[0].arg in {a.arg for a in ast.walk(args) if isinstance(a, ast.arg)}:
+            raise self.fail(line, "EXISTS", f"{item.name}: upstream has a parameter {declared.args[0].arg}")
+        named = [*args.args, *([args.vararg] if args.vararg else []), *args.kwonlyargs]
+        if not named:
+            raise self.fail(line, "ANCHOR", f"{item.name}: upstream's signature has no parameter to stand behind")
+        defaults = args.kw_defaults if args.kwonlyargs else args.defaults if not args.vararg else []
+        self.join(named[-1], defaults and defaults[-1] or named[-1].annotation or named[-1], [(text, line)])
+
+    # Imports and assembly
+
+    def imports(self, items: list[Item]) -> None:
+        """Checks what we import from this module itself; merges the other imports our items use."""
+        module = self.base.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        own = {item.member.name for item in self.ours.items}
+        used = set(re.findall(r"\w+", "".join(text for item in items for text, _ in self.definition(item, ""))))
+        body = self.ours.tree.body
+        checking = [n for block in filter(is_type_checking, body) for n in inner_statements(block)]
+        wanted: dict[tuple[bool, str], dict[str, int]] = {}
+        for node in filter(lambda n: isinstance(n, IMPORTS), [*body, *checking]):
+            for name, what, origin, tail in import_parts(node):
+                have = self.base.bindings.get(name, set())
+                problem = None
+                if origin == module:
+                    if what.partition(":")[2] not in self.base.bindings.keys() | own:
+                        problem = "NAME", f"upstream's {module} has no {tail}", "", ""
+                elif what in have or name not in used:
+                    continue
+                elif origin == "__future__":
+                    problem = "FORM", "a __future__ import would change upstream's whole module", "", ""
+                elif have:
+                    problem = ("NAME", f"upstream binds {name} to something else", ", ".join(sorted(have)),
+                               "Import it under another name.")
+                else:
+                    wanted.setdefault((node in checking, origin), {})[tail] = node.lineno
+                if problem:
+                    self.problems.append(Problem(self.ours.path, node.lineno, *problem))
+        if self.problems:
+            return
+        before, after = _words(self.base.tree), _words(ast.parse(self.assemble().text))
+        body = self.base.tree.body
+        blocks = [(False, body), (True, inner_statements(next(filter(is_type_checking, body), ast.Pass())))]
+        for late, body in blocks:
+            first = next((n for n, s in enumerate(body) if isinstance(s, DEFINITIONS)), len(body))
+            head = [s for s in body[:first] if isinstance(s, IMPORTS)]
+            for node in head:
+                start, end = self.base.span(node)
+                if "#" in self.base.text[start:end]:
+                    continue
+                parts = list(import_parts(node))
+                origin, indent = parts[0][2], self.base.indent(node.lineno)
+                keep = [tail for bound, *_, tail in parts if late or bound in after or bound not in before]
+                tails = wanted.pop((late, origin), {}) if origin else {}
+                if tails or len(keep) < len(parts):
+                    text = _import(origin, [*keep, *tails], indent, self.base.newline) if keep or tails else ""
+                    line = min(tails.values(), default=items[0].line)
+                    self.splice(self.base.offset(node.lineno), self.base.offset((node.end_lineno or 0) + 1), [(text, line)])
+            for (_, origin), tails in [entry for entry in wanted.items() if entry[0][0] == late]:
+                word, line = origin or min(tails).split()[0], min(tails.values())
+                if not body:
+                    raise self.fail(line, "FORM", "upstream has no TYPE_CHECKING block", todo="Import it plainly.")
+                kin = [s for s in head if isinstance(s, ast.ImportFrom) == bool(origin)
+                       and _module(s).split(".")[0] == word.split(".")[0]]
+                last = ([s for s in kin if _module(s) <= word] or kin or head or body[:1])[-1]
+                start = self.base.offset((last.end_lineno or 0) + 1)
+                text = _import(origin, list(tails), self.base.indent(last.lineno), self.base.newline)
+                self.splice(start, start, [(text, line)])
+
+    def assemble(self) -> Composed:
+        parts: list[str] = []
+        origin: list[tuple[int, int]] = []  # of each composed line: (1 if ours, line there)
+        row = cursor = 0
+
+        def put(text: str, ours: int) -> None:
+            nonlocal row
+            parts.append(text)
+            count = text.count("\n") + (not text.endswith("\n"))
+            for n in range(count if text else 0):
+                here = (1, ours) if ours else (0, bisect(self.base.starts, cursor) + n)
+                if row + n == len(origin):
+                    origin.append(here)
+                elif ours:
+                    origin[row + n] = here
+            row += text.count("\n")
+
+        for start, end, pieces in sorted(self.splices, key=lambda s: s[:2]):
+            if start < cursor:
+                line = pieces[0][1] if pieces else 1
+                raise self.fail(line, "ANCHOR", "two of our changes touch the same upstream text",
+                                f"{self.base.path}:{bisect(self.base.starts, start)}")
+            put(self.base.text[cursor:start], 0)
+            for text, line in pieces:
+                put(text, line)
+            cursor = end
+        put(self.base.text[cursor:], 0)
+        runs: list[list[int]] = []
+        for n, (ours, line) in enumerate(origin, start=1):
+            if runs and runs[-1][2] == ours and runs[-1][3] + runs[-1][1] == line:
+                runs[-1][1] += 1
+            else:
+                runs.append([n, 1, ours, line])
+        text = "".join(parts)
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            raise self.fail(1, "FORM", "the composed module does not parse", str(error)) from None
+        return Composed(text, runs)
+
+
+def _is_ellipsis(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is ...
+
+
+def _stands_alone(text: str) -> bool:
+    """Whether an expression's line breaks all lie inside its own brackets."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def _words(tree: ast.AST) -> set[str]:
+    """Words of a module outside its imports, those in strings included (annotations may be quoted)."""
+    kept = [n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.Constant))]
+    return set(re.findall(r"\w+", " ".join(n.id if isinstance(n, ast.Name) else str(n.value) for n in kept)))
+
+
+def _module(node: ast.stmt) -> str:
+    """The module an import names first."""
+    return ast.unparse(node).split()[1] if isinstance(node, IMPORTS) else ""
+
+
+def _import(origin: str, tails: list[str], indent: str, newline: str) -> str:
+    """Writes imports as upstream's formatter does: constants, classes, functions; one a line beyond 88 columns."""
+    if not origin:
+        return "".join(f"{indent}import {tail}{newline}" for tail in sorted(tails))
+    tails = sorted(tails, key=lambda t: ((not t.split()[0].isupper()) + t[0].islower(), t))
+    line = f"{indent}from {origin} import {', '.join(tails)}{newline}"
+    if len(line.rstrip()) <= 88:
+        return line
+    rows = "".join(f"{indent}    {tail},{newline}" for tail in tails)
+    return f"{indent}from {origin} import ({newline}{rows}{indent}){newline}"
+
+
+def _header(source: Source, node: ast.stmt) -> tuple[int, int]:
+    """The span of a class header between the name and the colon."""
+    begin, depth = source.span(node)[0], 0
+    start, line, column = None, node.lineno, node.col_offset
+    for token in tokenize.generate_tokens(io.StringIO(source.text[begin:].replace("\r\n", "\n")).readline):
+        def at(position: tuple[int, int]) -> int:
+            row, col = position
+            return begin + col if row == 1 else source.offset(line + row - 1) + col
+
+        if token.string == node.name and start is None:  # type: ignore[attr-defined]
+            start = at(token.end)
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token.string, 0)
+        if token.string == ":" and not depth and start is not None:
+            return start, at(token.start)
+    raise AssertionError(f"no header at {source.path}:{line}:{column}")
+
+
+def _display(node: ast.stmt) -> ast.expr | None:
+    """The list, tuple, set or dict of an assignment, also as the sole argument of a call or subscript."""
+    value = getattr(node, "value", None)
+    if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
+        value = value.args[0]
+    if isinstance(value, ast.Subscript):
+        value = value.slice
+    return value if isinstance(value, (ast.List, ast.Tuple, ast.Set, ast.Dict)) else None
+
+
+def _elements(display: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """(key, value) of a dict's entries; (element, element) otherwise."""
+    if isinstance(display, ast.Dict):
+        return [(key or value, value) for key, value in zip(display.keys, display.values)]
+    return [(element, element) for element in display.elts]  # type: ignore[attr-defined]
