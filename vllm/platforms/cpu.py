@@ -1,3 +1,6 @@
+import os
+
+
 # fork: extend
 class CpuPlatform:
     # fork: edit a941ae52a85b

@@ -1,5 +1,4 @@
 from vllm.utils.cpu_binding import share_cpus
-from vllm.utils.ompmultiprocessing import cr_utils
 
 
 # fork: extend

@@ -1,3 +1,6 @@
+import torch
+
+
 # fork: edit 2328614fed6a
 def dispatch_cpu_unquantized_gemm(layer):
     # fork: at start

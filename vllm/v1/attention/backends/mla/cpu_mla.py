@@ -1,4 +1,7 @@
+import torch
+
 from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backends.mla.cpu_mla import MLACommonMetadata
 from vllm.v1.attention.backends.mla.prefill.cpu import context_lengths
 
 
