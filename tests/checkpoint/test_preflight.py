@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad checkpoints and contradicting options are refused in one message."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from vllm.checkpoint.errors import CheckpointError
+from vllm.checkpoint.preflight import check_before_serving, check_checkpoint
+from vllm.checkpoint.tiny import make_tiny
+
+pytest.importorskip("modelopt", reason="writes a quantised checkpoint: pip install 'vllm[quantize]'")
+
+KDA = "model.layers.0.self_attn"
+EXPERTS = "model.layers.1.block_sparse_moe.experts"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "good"
+    make_tiny(path, format="nvfp4-modelopt", seed=1)
+    return path
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    return shutil.copytree(good, tmp_path / "bad")
+
+
+def edit_config(folder, change, name="config.json"):
+    config = json.loads((folder / name).read_text())
+    change(config)
+    (folder / name).write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    """Rewrite all shards as one file after `change` of the name -> tensor dict."""
+    tensors = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(shard))
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def no_hf_quant_config(folder):
+    (folder / "hf_quant_config.json").unlink()
+
+
+def truncate(folder):
+    shard = max(folder.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 100)
+
+
+def index_entry_gone(folder):
+    edit_config(folder, lambda c: c["weight_map"].pop(f"{KDA}.b_proj.weight"), "model.safetensors.index.json")
+
+
+def index_entry_of_nothing(folder):
+    edit_config(
+        folder,
+        lambda c: c["weight_map"].update({"model.extra": "model-00001-of-00002.safetensors"}),
+        "model.safetensors.index.json",
+    )
+
+
+def quantised(change):
+    def apply(folder):
+        no_hf_quant_config(folder)
+        edit_config(folder, lambda c: change(c["quantization_config"]))
+
+    return apply
+
+
+def tensors(change):
+    return lambda folder: edit_tensors(folder, change)
+
+
+def reshape(name, shape):
+    return tensors(lambda t: t.update({name: t[name].flatten()[: shape[0] * shape[1]].reshape(shape).contiguous()}))
+
+
+CASES = {
+    "missing shard": (lambda f: min(f.glob("*.safetensors")).unlink(), "00001-of-00002.* Fetch them"),
+    "index entry gone": (index_entry_gone, f"does not list 1 tensors.*{KDA}.b_proj.weight"),
+    "index entry of nothing": (index_entry_of_nothing, "says that model.extra.*no shard holds it"),
+    "truncated": (truncate, r"has \d+ bytes, its header describes \d+.*truncated"),
+    "no header": (
+        lambda f: max(f.glob("*.safetensors")).write_bytes(b"\xff" * 64),
+        "announce a header of .* truncated or no safetensors",
+    ),
+    "wrong shape": (
+        reshape(f"{KDA}.b_proj.weight", (2, 512)),
+        rf"{KDA}.b_proj.weight in model.safetensors: shape \[2, 512\], expected \[4, 512\]",
+    ),
+    "wrong dtype": (
+        tensors(lambda t: t.update({f"{KDA}.q_proj.weight": t[f"{KDA}.q_proj.weight"].float().bfloat16()})),
+        f"{KDA}.q_proj.weight in .*: dtype BF16, expected F8_E4M3 .the config says FP8_PB_WO",
+    ),
+    "quantised, says the file alone": (
+        quantised(lambda q: [q["quantized_layers"].pop(k) for k in list(q["quantized_layers"]) if "layers.1." in k]),
+        f"{EXPERTS}.0.w1.weight in .*: dtype U8, expected BF16 .* .the config says not quantised",
+    ),
+    "missing block scale": (
+        tensors(lambda t: t.pop(f"{EXPERTS}.3.w2.weight_scale")),
+        rf"{EXPERTS}.3.w2.weight_scale: missing; expected F8_E4M3 \[256, 8\]",
+    ),
+    "missing tensor scale": (
+        tensors(lambda t: t.pop(f"{EXPERTS}.2.w1.weight_scale_2")),
+        f"{EXPERTS}.2.w1.weight_scale_2: missing",
+    ),
+    "one input scale missing": (
+        tensors(lambda t: t.pop(f"{EXPERTS}.2.w2.input_scale")),
+        f"{EXPERTS}.2.w2.input_scale: missing",
+    ),
+    "wrong block count": (
+        reshape(f"{KDA}.q_proj.weight_scale", (2, 4)),
+        rf"{KDA}.q_proj.weight_scale in .*: shape \[2, 4\], expected \[4, 1, 4, 1\]",
+    ),
+    "a tensor too many": (
+        tensors(lambda t: t.update({f"{KDA}.q_proj.zero_point": t[f"{KDA}.A_log"].clone()})),
+        f"{KDA}.q_proj.zero_point in .*: the model has no such tensor",
+    ),
+    "unknown algorithm": (
+        quantised(lambda q: q["quantized_layers"][f"{KDA}.o_proj"].update(quant_algo="FP9")),
+        "layers.0.self_attn.o_proj: quant_algo 'FP9' is not supported.*supported: .*FP8_PB_WO",
+    ),
+    "unknown overall algorithm": (
+        quantised(lambda q: q.update(quant_algo="INT3")),
+        "quant_algo 'INT3' is not supported",
+    ),
+    "layers that name nothing": (
+        quantised(lambda q: q["quantized_layers"].update({"decoder.7.qkv": {"quant_algo": "FP8_PB_WO"}})),
+        "quantized_layers names decoder.7.qkv, which this model does not have",
+    ),
+    "configs that disagree": (
+        lambda f: edit_config(f, lambda c: c["quantization_config"]["quantized_layers"].popitem()),
+        "config.json and hf_quant_config.json disagree about quantized_layers",
+    ),
+    "no linear_attn_config": (
+        lambda f: edit_config(f, lambda c: c.pop("linear_attn_config")),
+        "'linear_attn_config' is missing",
+    ),
+    "a layer of no kind": (
+        lambda f: edit_config(f, lambda c: c["linear_attn_config"]["kda_layers"].remove(1)),
+        r"layer 1 .*exactly one of",
+    ),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
+}
+
+
+def test_a_good_checkpoint_passes(good):
+    for tp in (1, 2, 4):
+        check_checkpoint(good, tp)
+    check_checkpoint(good, quantization="modelopt_mixed")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_files_are_refused(folder, case):
+    spoil, message = CASES[case]
+    spoil(folder)
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(folder)
+    assert re.search(message, str(caught.value), re.S), str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_tensor_parallel_size_must_divide_the_heads(good):
+    with pytest.raises(CheckpointError, match=r"size 3 does not divide num_attention_heads = 4.*\[1, 2, 4\]"):
+        check_checkpoint(good, 3)
+
+
+@pytest.mark.parametrize("asked", ["fp8", "compressed-tensors", "mxfp4"])
+def test_quantization_option_must_agree_with_the_file(good, asked):
+    with pytest.raises(CheckpointError, match=f"--quantization {asked} contradicts .*'modelopt_mixed'"):
+        check_checkpoint(good, quantization=asked)
+
+
+def test_both_scale_dialects_pass(folder):
+    """The rank-2 `weight_scale_inv` of other public files (case 1)."""
+
+    def rename(t):
+        for name in [n for n in t if n.endswith("self_attn.o_proj.weight_scale")]:
+            scale = t.pop(name)
+            t[name + "_inv"] = scale.reshape(scale.shape[0], scale.shape[2]).contiguous()
+
+    edit_tensors(folder, rename)
+    check_checkpoint(folder)
+
+
+def test_a_log_may_be_longer_than_the_heads(good):
+    with safe_open(good / "model-00001-of-00002.safetensors", "pt") as file:
+        assert file.get_slice(f"{KDA}.A_log").get_shape() == [8]
+
+
+def test_what_is_not_ours_passes_unread(tmp_path):
+    args = SimpleNamespace(load_format="auto", tensor_parallel_size=3, quantization="fp8")
+    check_before_serving(SimpleNamespace(**vars(args), model="some-org/some-model"))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    check_before_serving(SimpleNamespace(**vars(args), model=str(tmp_path)))
+
+
+def serve(folder, *options):
+    env = dict(os.environ, HF_HUB_OFFLINE="1")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *options]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    "case, options, message",
+    [
+        ("missing block scale", (), "w2.weight_scale: missing"),
+        (None, ("--quantization", "fp8"), "contradicts the checkpoint"),
+        (None, ("--tensor-parallel-size", "3"), "does not divide num_attention_heads"),
+        (None, ("--max-model-len", "100000"), "max_model_len"),
+    ],
+)
+def test_serve_exits_with_one_message_and_leaves_nothing(folder, case, options, message):
+    if case:
+        CASES[case][0](folder)
+    ended = serve(folder, *options)
+    assert ended.returncode == 2, ended.stderr[-2000:]
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True)
+    assert left.stdout == ""
