@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+
+import torch
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEQuantConfig,
+    nvfp4_w4a16_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.situ import check_situ_config
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
+from vllm.platforms import current_platform
+
+
+# fork: extend
+class NvFp4MoeBackend:
+    CPU = "CPU"
+
+
+# fork: edit 290fcf356c3b
+def backend_to_kernel_cls(
+    backend: NvFp4MoeBackend,
+) -> list[type[mk.FusedMoEExperts]]:
+    # fork: at start
+    if backend == NvFp4MoeBackend.CPU or current_platform.is_cpu():
+        from vllm.model_executor.layers.fused_moe.experts.cpu_nvfp4_moe import (
+            CPUNvFp4EmulationExperts,
+            CPUNvFp4Experts,
+        )
+
+        if backend == NvFp4MoeBackend.CPU:
+            return [CPUNvFp4Experts]
+        if backend == NvFp4MoeBackend.EMULATION:
+            return [CPUNvFp4EmulationExperts]
+
+
+# fork: edit 4f3ba287a4cb
+def select_nvfp4_moe_backend(
+    config: FusedMoEConfig,
+    weight_key: QuantKey | None,
+    activation_key: QuantKey | None,
+    activation_format: mk.FusedMoEActivationFormat,
+    _return_or_raise,
+) -> tuple[NvFp4MoeBackend, type[mk.FusedMoEExperts]]:
+    # fork: at start
+    check_situ_config(config, "NVFP4")
+    # fork: before for[0]
+    if current_platform.is_cpu():
+        return _return_or_raise(
+            NvFp4MoeBackend.CPU, config, weight_key, activation_key, activation_format
+        )
+
+
+# fork: edit ff1e5a8f0400
+def convert_to_nvfp4_moe_kernel_format(
+    nvfp4_backend: NvFp4MoeBackend,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_scale_2: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_scale_2: torch.Tensor,
+):
+    # fork: at start
+    if nvfp4_backend == NvFp4MoeBackend.CPU:
+        # Read as stored, weight-only: input scales have no use.
+        return w13, w13_scale, w13_scale_2, None, w2, w2_scale, w2_scale_2, None
+
+
+# fork: edit a18573c91ec4
+def make_nvfp4_moe_quant_config(
+    backend: NvFp4MoeBackend,
+    w13_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w13_scale_2: torch.Tensor,
+    w2_scale_2: torch.Tensor,
+) -> FusedMoEQuantConfig:
+    # fork: at start
+    if backend == NvFp4MoeBackend.CPU:
+        return nvfp4_w4a16_moe_quant_config(
+            g1_alphas=w13_scale_2,
+            g2_alphas=w2_scale_2,
+            w1_scale=w13_scale,
+            w2_scale=w2_scale,
+        )

@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers with e4m3 weights and one float32 scale per 128×128 block.
+
+Public files hold the scale as ``weight_scale`` ``[⌈out/128⌉, 1, ⌈in/128⌉, 1]`` or as
+``weight_scale_inv`` ``[⌈out/128⌉, ⌈in/128⌉]``; both are multipliers.
+
+Loading is in two steps. While the file is read, the weight has its logical rows and
+the scale has one row *per weight row*, so that sharding, fusing and replication are
+those of the weight, and no partial block can go to the wrong rows. Afterwards both
+are laid out in blocks (``utils/block_scale_layout.py``), with zero padding that
+never leaves this class.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+from vllm.model_executor.kernels.linear.scaled_mm import (
+    Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.cpu_dequant import (
+    CPUFp8BlockDequantKernel,
+)
+from vllm.model_executor.layers.linear import LinearMethodBase, ReplicatedLinear
+from vllm.model_executor.layers.quantization.utils.block_fp8_dequant import (
+    dequantize_block_fp8,
+)
+from vllm.model_executor.layers.quantization.utils.block_scale_layout import (
+    Partition,
+    Placement,
+    place_parameter,
+    place_span,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    GroupShape,
+    create_fp8_quant_key,
+)
+from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+
+__all__ = ["BLOCK", "BlockFp8LinearMethod", "choose_block_fp8_kernel"]
+
+BLOCK = 128
+
+_E4M3_NAN = 0x7F  # marks weights that nothing has loaded
+
+_SCALE_NAMES = ("weight_scale", "weight_scale_inv")
+
+
+@dataclass
+class BlockFp8State:
+    """What a layer's weight looks like between loading and use.
+
+    Attributes:
+        columns: Placement of the rank's input columns in blocks.
+        rows: Placement of each partition, set after loading.
+        scale_name: The name under which the file holds the scale.
+        unpacked: Weight and scale in blocks as they were before the kernel packed
+            them, kept where somebody needs the dequantised weight.
+    """
+
+    columns: Placement
+    scale_name: str | None = None
+    rows: list[Placement] | None = None
+    unpacked: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class _RowScaleParameter(ModelWeightParameter):
+    """Scale with one row per weight row; last column: the source's block number."""
+
+    def __init__(self, columns: Placement, **kwargs: Any) -> None:
+        self.columns = columns
+        super().__init__(**kwargs)
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        first = self.columns.copies[0].source_scale_row
+        mine = loaded_weight[: self.data.shape[0], first:]
+        self.data[:, :-1].copy_(mine[:, : len(self.columns.copies)])
+        self.data[:, -1].copy_(mine[:, -1])
+
+
+def choose_block_fp8_kernel(
+    weight_shape: tuple[int, int], dtype: torch.dtype, module_name: str
+) -> Any:
+    """Choose the GEMM for a weight of ``weight_shape``, padding included.
+
+    On CPU: the AMX kernel for BF16 on hosts that have AMX, else plain torch.
+
+    Raises:
+        ValueError: No kernel fits.
+    """
+    activation_key = create_fp8_quant_key(
+        static=False, group_shape=GroupShape(1, BLOCK)
+    )
+    weight_key = create_fp8_quant_key(
+        static=True, group_shape=GroupShape(BLOCK, BLOCK)
+    )
+    if current_platform.is_cpu():
+        amx, _ = CPUFp8BlockScaledMMKernel.is_supported()
+        if not amx or dtype != torch.bfloat16:
+            config = FP8ScaledMMLinearLayerConfig(
+                weight_quant_key=weight_key,
+                activation_quant_key=activation_key,
+                weight_shape=weight_shape,
+                input_dtype=dtype,
+                out_dtype=dtype,
+            )
+            return CPUFp8BlockDequantKernel(config)
+    return init_fp8_linear_kernel(
+        activation_quant_key=activation_key,
+        weight_quant_key=weight_key,
+        weight_shape=weight_shape,
+        input_dtype=dtype,
+        out_dtype=dtype,
+        module_name=module_name,
+    )
+
+
+class BlockFp8LinearMethod(LinearMethodBase):
+    """Weight-only block-scaled FP8, exact for any row and column count."""
+
+    # The layer's input is never FP8: the kernel quantises by itself, if at all.
+    accepts_fp8_input = False
+
+    def __init__(self, quant_config: Any) -> None:
+        self.quant_config = quant_config
+        self.kernel: Fp8BlockScaledMMLinearKernel | None = None
+        self.kernel_shape: tuple[int, int] | None = None
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        loader = extra_weight_attrs["weight_loader"]
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = columns
+        layer.output_size_per_partition = rows
+        layer.weight_block_size = [BLOCK, BLOCK]
+
+        sharded_input = columns != input_size
+        start = layer.tp_rank * columns if sharded_input else 0
+        state = BlockFp8State(columns=place_span(start, columns, BLOCK))
+        layer.block_fp8 = state
+        self.dtype = params_dtype
+
+        # Choose now, so that a host without a kernel is told before weights load.
+        planned = _planned_rows(layer, output_partition_sizes, sharded_input)
+        self._choose_kernel(planned, state.columns.padded_rows)
+
+        weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        weight.view(torch.uint8).fill_(_E4M3_NAN)
+        layer.register_parameter(
+            "weight",
+            ModelWeightParameter(
+                data=weight,
+                input_dim=1,
+                output_dim=0,
+                weight_loader=_weight_loader(layer, loader),
+            ),
+        )
+        scale = torch.full(
+            (rows, len(state.columns.copies) + 1), float("nan"), dtype=torch.float32
+        )
+        for name in _SCALE_NAMES:
+            # Two names for one storage: the file has one or the other.
+            layer.register_parameter(
+                name,
+                _RowScaleParameter(
+                    columns=state.columns,
+                    data=scale,
+                    input_dim=1,
+                    output_dim=0,
+                    weight_loader=_scale_loader(layer, name, loader),
+                ),
+            )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Check that everything was loaded, lay it out in blocks, pack.
+
+        Raises:
+            ValueError: Naming the layer and the partition that is missing or NaN.
+        """
+        state = layer.block_fp8
+        weight, scale = _lay_out(layer, state)
+        self._choose_kernel(weight.shape[0], weight.shape[1])
+        assert self.kernel is not None and state.rows is not None
+        if hasattr(layer, "weight_scale_inv"):
+            del layer.weight_scale_inv
+        replace_parameter(layer, "weight", weight)
+        replace_parameter(layer, "weight_scale", scale)
+        on_cpu, kept = current_platform.is_cpu(), layer.prefix.endswith("kv_b_proj")
+        unpacked = (weight, scale)
+        if kept and not on_cpu:
+            # Some GPU kernels rescale in place.
+            unpacked = (weight.clone(), scale.clone())
+        self.kernel.process_weights_after_loading(layer)
+        if kept or (on_cpu and layer.weight.data_ptr() == weight.data_ptr()):
+            state.unpacked = unpacked
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        state = layer.block_fp8
+        columns = state.columns
+        if columns.padded_rows != columns.rows:
+            tail = columns.padded_rows - columns.lead - columns.rows
+            x = F.pad(x, (columns.lead, tail))
+        assert self.kernel is not None
+        y = self.kernel.apply_weights(layer, x, None)
+        y = _crop(y, state.rows, dim=-1)
+        return y if bias is None else y + bias
+
+    def dequantized_weight(
+        self, layer: torch.nn.Module, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the layer's weight ``[out, in]``, without padding, bit-exact.
+
+        It does not depend on how the kernel packs its weights.
+
+        Raises:
+            ValueError: The kernel has packed the weight and nothing else was kept.
+        """
+        state = layer.block_fp8
+        if state.unpacked is None:
+            raise ValueError(
+                f"{layer.prefix}: the weight was packed by "
+                f"{type(self.kernel).__name__} and no copy kept; only kv_b_proj keeps "
+                "one."
+            )
+        dense = dequantize_block_fp8(*state.unpacked, BLOCK, out_dtype)
+        columns = state.columns
+        dense = dense[:, columns.lead : columns.lead + columns.rows]
+        return _crop(dense, state.rows, dim=0)
+
+    def _choose_kernel(self, rows: int, columns: int) -> None:
+        shape = (rows, columns)
+        if self.kernel_shape != shape:
+            self.kernel_shape = shape
+            self.kernel = choose_block_fp8_kernel(
+                shape, self.dtype, type(self).__name__
+            )
+
+
+def _planned_rows(
+    layer: torch.nn.Module, widths: list[int], sharded_input: bool
+) -> int:
+    """Rows of the padded weight, if the file holds each shard as its own tensor."""
+    whole = sharded_input or isinstance(layer, ReplicatedLinear)
+    replicated = getattr(layer, "replicated_shard_id", None)
+    size = 1 if whole else layer.tp_size
+    partitions = [
+        Partition(width if whole or i == replicated else width * size, i == replicated)
+        for i, width in enumerate(widths)
+    ]
+    placed = place_parameter(partitions, 0 if whole else layer.tp_rank, size, BLOCK)
+    return sum(p.padded_rows for p in placed)
+
+
+def _crop(y: torch.Tensor, rows: list[Placement], dim: int) -> torch.Tensor:
+    """Drop padding from a tensor whose ``dim`` runs over the padded rows."""
+    if sum(p.rows for p in rows) == y.shape[dim]:
+        return y
+    parts = [y.narrow(dim, p.offset + p.lead, p.rows) for p in rows]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+
+def _source_rows(layer: torch.nn.Module, shard_id: Any) -> int | None:
+    """Rows of the file's tensor for a shard, or None where the layer does not say."""
+    if isinstance(shard_id, str):
+        heads = layer.total_num_heads if shard_id == "q" else layer.total_num_kv_heads
+        head_size = layer.head_size
+        if shard_id == "v":
+            head_size = getattr(layer, "v_head_size", head_size)
+        return heads * head_size
+    sizes = getattr(layer, "output_sizes", None)
+    if sizes is None or isinstance(layer, ReplicatedLinear):
+        return layer.output_size if shard_id is None else None
+    if shard_id is None:
+        return sum(sizes)
+    ids = (shard_id,) if isinstance(shard_id, int) else shard_id
+    replicated = getattr(layer, "replicated_shard_id", None)
+    return sum(sizes[i] // (layer.tp_size if i == replicated else 1) for i in ids)
+
+
+def _label(layer: torch.nn.Module, tensor: str, shard_id: Any) -> str:
+    shard = "" if shard_id is None else f" (shard {shard_id})"
+    return f"{layer.prefix}.{tensor}{shard}"
+
+
+def _weight_loader(layer: torch.nn.Module, upstream: Callable) -> Callable:
+    """Wrap a layer's loader: FP8 codes of the right shape, or an error."""
+
+    def load(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        shard_id = args[0] if args else kwargs.get("loaded_shard_id")
+        if loaded.dtype == torch.uint8:
+            loaded = loaded.view(torch.float8_e4m3fn)
+        rows = _source_rows(layer, shard_id)
+        expected = (loaded.shape[0] if rows is None else rows, layer.input_size)
+        if loaded.dtype != torch.float8_e4m3fn or tuple(loaded.shape) != expected:
+            raise ValueError(
+                f"{_label(layer, 'weight', shard_id)}: expected float8_e4m3fn "
+                f"{expected}, found {loaded.dtype} {tuple(loaded.shape)}. The "
+                "quantisation config lists this layer as FP8_PB_WO; exclude it there "
+                "if the file holds it unquantised."
+            )
+        upstream(param, loaded, *args, **kwargs)
+
+    return load
+
+
+def _scale_loader(layer: torch.nn.Module, name: str, upstream: Callable) -> Callable:
+    """Wrap a layer's loader: one scale row per weight row, then as for the weight."""
+
+    def load(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        shard_id = args[0] if args else kwargs.get("loaded_shard_id")
+        found = tuple(loaded.shape)
+        blocks = loaded
+        if loaded.dim() == 4 and found[1] == found[3] == 1:
+            blocks = loaded[:, 0, :, 0]
+        rows = _source_rows(layer, shard_id)
+        height = blocks.shape[0] if rows is None else -(-rows // BLOCK)
+        expected = (height, -(-layer.input_size // BLOCK))
+        if loaded.dtype != torch.float32 or tuple(blocks.shape) != expected:
+            raise ValueError(
+                f"{_label(layer, name, shard_id)}: expected float32 with "
+                f"{expected[0]}x{expected[1]} blocks of {BLOCK} (rank 2, or rank 4 with "
+                f"ones between), found {loaded.dtype} {found}. Re-export the checkpoint."
+            )
+        number = torch.arange(expected[0], dtype=torch.float32, device=blocks.device)
+        staged = torch.cat((blocks, number[:, None]), dim=1)
+        staged = staged.repeat_interleave(BLOCK, dim=0)
+        if rows is not None:
+            staged = staged[:rows]
+        state = layer.block_fp8
+        if state.scale_name not in (None, name):
+            raise ValueError(
+                f"{layer.prefix}: the checkpoint holds both {state.scale_name} and "
+                f"{name}; expected one of them. Re-export the checkpoint."
+            )
+        state.scale_name = name
+        upstream(param, staged, *args, **kwargs)
+
+    return load
+
+
+def _lay_out(
+    layer: torch.nn.Module, state: BlockFp8State
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arrange loaded weight and per-row scales in blocks.
+
+    Returns:
+        Weight e4m3 ``[padded rows, padded columns]`` and scale float32
+        ``[padded rows / 128, padded columns / 128]``; sets ``state.rows``.
+    """
+    weight = layer.weight.data
+    staged = getattr(layer, state.scale_name or _SCALE_NAMES[0]).data
+    columns = state.columns
+    state.rows = []
+    scales = []
+    first = offset = 0
+    for index, width in enumerate(layer.logical_widths):
+        rows = slice(first, first + width)
+        number, values = staged[rows, -1], staged[rows, :-1]
+        if bool(number.isnan().all()) and not weight[rows].view(torch.uint8).any():
+            # A partition that only widens the output; the model has zeroed it.
+            number, values = torch.zeros_like(number), torch.zeros_like(values)
+        _check_loaded(layer, index, weight[rows], number, values)
+        # Where the span starts in its source: in block `number[0]`, and if it runs
+        # beyond that block, as far in front of the block's end as rows lie in it.
+        here = int((number == number[0]).sum())
+        start = int(number[0]) * BLOCK + (BLOCK - here if here < width else 0)
+        placement = place_span(start, width, BLOCK, offset)
+        state.rows.append(placement)
+        scales += [values[copy.first - start] for copy in placement.copies]
+        first += width
+        offset += placement.padded_rows
+    if (offset, columns.padded_rows) != tuple(weight.shape):
+        padded = weight.new_zeros(offset, columns.padded_rows)
+        inner = padded[:, columns.lead : columns.lead + columns.rows]
+        first = 0
+        for p in state.rows:
+            begin = p.offset + p.lead
+            inner[begin : begin + p.rows] = weight[first : first + p.rows]
+            first += p.rows
+        weight = padded
+    return weight, torch.stack(scales).contiguous()
+
+
+def _check_loaded(
+    layer: torch.nn.Module,
+    index: int,
+    weight: torch.Tensor,
+    number: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    shard = None if len(layer.logical_widths) == 1 else index
+    if bool(number.isnan().any()):
+        what = _label(layer, "weight_scale", shard) + ": not in the checkpoint"
+    elif not bool(values.isfinite().all()):
+        what = _label(layer, "weight_scale", shard) + ": holds NaN or infinity"
+    elif bool(((weight.view(torch.uint8) & 0x7F) == _E4M3_NAN).any()):
+        what = _label(layer, "weight", shard) + ": not in the checkpoint, or holds NaN"
+    else:
+        return
+    raise ValueError(
+        f"{what}; expected float8_e4m3fn weights with one finite float32 scale per "
+        f"{BLOCK}x{BLOCK} block. Check the checkpoint's index, or re-export it."
+    )
