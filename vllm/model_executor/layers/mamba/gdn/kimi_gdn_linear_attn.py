@@ -1,19 +1,22 @@
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import current_platform
-from vllm.models.kimi_k3.cpu.kda import kda_forward
-from vllm.models.kimi_k3.cpu.kda_metadata import CPUKDABackend
 from vllm.v1.attention.backend import AttentionBackend
 
 
 # fork: extend
 class KimiGatedDeltaNetAttention:
+    # The model package imports this module: its CPU kernels are imported late.
     def get_attn_backend(self) -> type[AttentionBackend]:
-        if current_platform.is_cpu():
-            return CPUKDABackend
-        return super().get_attn_backend()
+        if not current_platform.is_cpu():
+            return super().get_attn_backend()
+        from vllm.models.kimi_k3.cpu.kda_metadata import CPUKDABackend
+
+        return CPUKDABackend
 
     # fork: edit 203c3adfc828
     def _forward(self, mixed_qkv, g1, g2, beta, core_attn_out):
         # fork: at start
         if current_platform.is_cpu():
+            from vllm.models.kimi_k3.cpu.kda import kda_forward
+
             kda_forward(self, mixed_qkv, g1, g2, beta, core_attn_out)
             return
