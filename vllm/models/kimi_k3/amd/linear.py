@@ -1,3 +1,8 @@
+from torch import nn
+
+from vllm.checkpoint.fused_modules import use_fused_modules
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.models.kimi_k3.amd.linear import EagleModelMixin
 from vllm.platforms import current_platform
 
 
@@ -27,3 +32,11 @@ class KimiDecoderLayer:
         # fork: instead-of if[1]
         if upstream and not current_platform.is_cpu():
             ...
+
+
+# fork: extend bases
+class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
+    # fork: edit 8d599ae9a77c
+    def __init__(self, vllm_config, config):
+        # fork: after self.config
+        use_fused_modules(self, config, vllm_config.quant_config)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from vllm.checkpoint import fused_modules as fused
+
 __all__ = [
     "canonical_name",
     "canonical_table",
@@ -34,14 +36,8 @@ _ROOTS = (
 
 _SPELLINGS = ("mlp", "block_sparse_moe")
 
-# Fused modules of Kimi K3 and their shards, where a model class has no
-# ``packed_modules_mapping`` entry of its own.
-_FUSED = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "in_proj_qkvgfab": ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"),
-    "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
-}
+# Fused modules of Kimi K3, where a model class has no mapping of its own.
+_FUSED = fused.packed_modules_mapping(fused.fused_modules())
 
 # What MIXED_PRECISION can run, by kind of layer.
 _ALGOS = {
