@@ -13,6 +13,7 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization import block_fp8_linear
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptFp8Config,
+    ModelOptFp8Config,
     ModelOptFp8PbWoLinearMethod,
     ModelOptMixedPrecisionConfig,
     ModelOptNvFp4Config,
@@ -576,6 +577,14 @@ def test_config_of_either_file_layout():
     assert nested.quantized_layers == flat.quantized_layers
     assert set(nested.exclude_modules) == set(flat.exclude_modules) == {"*norm*"}
     assert torch.float32 in flat.get_supported_act_dtypes()
+
+
+@pytest.mark.parametrize("algo,blocked", [("FP8_PB_WO", True), ("FP8", False)])
+def test_block_fp8_is_announced(algo, blocked):
+    """What VllmConfig asks before it enables the fused activation quantiser."""
+    assert mixed({"model.layers.3.self_attn.o_proj": algo}).has_blocked_weights() == blocked
+    whole = ModelOptFp8Config.from_config({"quant_method": "modelopt", "quant_algo": algo})
+    assert whole.has_blocked_weights() == blocked
 
 
 @pytest.mark.parametrize("root", ROOTS)

@@ -35,6 +35,12 @@ class ModelOptFp8PbWoLinearMethod(BlockFp8LinearMethod):
 
 
 # fork: extend
+class ModelOptFp8Config:
+    def has_blocked_weights(self) -> bool:
+        return self.quant_method == "FP8_PB_WO"
+
+
+# fork: extend
 class ModelOptNvFp4Config:
     # fork: edit 3e2146a332a3
     def get_supported_act_dtypes(self, upstream) -> list[torch.dtype]:
@@ -137,6 +143,11 @@ class ModelOptMixedPrecisionConfig:
             self._canonical_of = self.quantized_layers
             self._canonical = canonical_table(self.quantized_layers)
         return self._canonical
+
+    # fork: add after canonical_layers
+    def has_blocked_weights(self) -> bool:
+        """Asked by VllmConfig, which then enables the fused activation quantiser."""
+        return "FP8_PB_WO" in self.canonical_layers().values()
 
     # fork: edit e09b0db4fd8a
     def _resolve_quant_algo(self, prefix: str) -> str | None:
