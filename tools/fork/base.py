@@ -111,7 +111,8 @@ def choose_flavour() -> str:
     if asked and asked not in FLAVOURS:
         raise ForkError(Problem("VLLM_TARGET_DEVICE", 1, "FORM", f"{asked!r} is no flavour of the fork",
                                 todo=f"Set it to one of: {', '.join(FLAVOURS)}."))
-    return asked or ("cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu")
+    driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+    return asked or ("cuda" if driver else "cpu")
 
 
 def find_wheel(name: str, version: str, scratch: Path) -> Path:

@@ -1,17 +1,18 @@
 """What a composed tree must also satisfy: no copied lines, legal definition order, known names, ruff's F rules."""
 
 import ast
-import builtins
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tools.fork.base import Fork
-from tools.fork.parse import DEFINITIONS, Function, Problem, Source, import_parts
-from tools.fork.tree import compose_all, source
+from tools.fork.parse import DEFINITIONS, IMPORTS, Member, Problem, Source, import_parts
+from tools.fork.tree import compose_all, parsed, source
 
 RUN = 3  # consecutive lines that count as copied
 SHARE, LEAST = 0.3, 6  # a larger share of a member of at least this many lines counts as copied
@@ -25,7 +26,7 @@ def check(fork: Fork, base: Path) -> list[Problem]:
     """
     contents, runs = compose_all(fork, base)
     ours = {path: source(fork.root, path) for path in contents if path.endswith(".py")}
-    modules = {path: Source(path, contents[path]) for path in ours}
+    modules = {path: parsed(path, contents[path]) for path in ours}
     problems = copied(ours, {path: path in runs for path in ours}, base)
     for path, module in modules.items():
         problems += unknown_names(module, modules, base, runs.get(path))
@@ -45,16 +46,22 @@ def our_line(runs: list[list[int]] | None, line: int) -> int:
 # Copied lines
 
 
-def telling_lines(module: Source, first: int, last: int) -> list[tuple[int, str]]:
-    """Lines that say something of their own: no headers, imports, comments, brackets or passed-on keywords."""
-    headers: set[int] = set()
+@cache
+def headers(module: Source) -> set[int]:
+    """Lines that an amendment must repeat: signatures, decorators and imports."""
+    found: set[int] = set()
     for node in ast.walk(module.tree):
         if isinstance(node, DEFINITIONS):
-            headers.update(range(node.lineno, node.body[0].lineno))
-            headers.update(d.lineno for d in node.decorator_list)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            headers.update(range(node.lineno, (node.end_lineno or 0) + 1))
-    lines = ((n, module.lines[n - 1].strip()) for n in range(first, last + 1) if n not in headers)
+            found.update(range(node.lineno, node.body[0].lineno))
+            found.update(d.lineno for d in node.decorator_list)
+        elif isinstance(node, IMPORTS):
+            found.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return found
+
+
+def telling_lines(module: Source, member: Member) -> list[tuple[int, str]]:
+    """A member's lines that say something of their own: no headers, comments, brackets or passed-on keywords."""
+    lines = ((n, module.lines[n - 1].strip()) for n in range(member.start, member.end + 1) if n not in headers(module))
     return [(n, line) for n, line in lines if _tells(line)]
 
 
@@ -71,31 +78,33 @@ def copied(ours: dict[str, Source], amending: dict[str, bool], base: Path) -> li
         found = [i.member for i in module.items if i.verb != "extend"] if amending[path] else [
             m for m in module.members(module.tree.body) if isinstance(m.node, DEFINITIONS)
         ]
-        members += [(path, m, telling_lines(module, m.start, m.end)) for m in found]
-    wanted = {line for _, _, lines in members for _, line in lines}
-    problems, seen = [], set()
+        members += [(path, m, telling_lines(module, m)) for m in found]
+    owners: dict[str, set[int]] = {}
+    for n, (_, _, lines) in enumerate(members):
+        for _, line in lines:
+            owners.setdefault(line, set()).add(n)
+    problems: dict[int, Problem] = {}
     for place in sorted((base / "vllm").rglob("*.py")):
-        theirs = [line for line in map(str.strip, place.read_text().split("\n")) if _quick(line)]
-        hits = wanted.intersection(theirs)
-        if not hits:
-            continue
-        theirs = [line for line in theirs if _tells(line)]
-        triples = set(zip(*(theirs[n:] for n in range(RUN)))) if len(hits) >= RUN else set()
-        for path, member, lines in members:
+        theirs = list(map(str.strip, place.read_text().split("\n")))
+        hits = owners.keys() & theirs
+        near = Counter(n for line in hits for n in owners[line])
+        triples: set[tuple[str, ...]] = set()
+        for n in (n for n, count in near.items() if count >= 2 and n not in problems):
+            path, member, lines = members[n]
+            triples = triples or _runs([line for line in theirs if _tells(line)])
             texts = [line for _, line in lines]
             same = sum(line in hits for line in texts)
-            runs = [n for n, triple in enumerate(zip(*(texts[n:] for n in range(RUN)))) if triple in triples]
-            if (runs or len(texts) >= LEAST and same > SHARE * len(texts)) and (path, member.key) not in seen:
-                seen.add((path, member.key))
-                line = lines[runs[0]][0] if runs else member.start
+            run = next((k for k in range(len(texts)) if tuple(texts[k : k + RUN]) in triples), None)
+            if run is not None or len(texts) >= LEAST and same > SHARE * len(texts):
+                at = member.start if run is None else lines[run][0]
                 what = f"{member.key}: {same} of {len(texts)} lines stand in upstream's {place.relative_to(base)}"
-                problems.append(Problem(path, line, "COPIED", what, ours[path].lines[line - 1].strip(),
-                                        "Use edit, call super(), or import what is there."))
-    return problems
+                problems[n] = Problem(path, at, "COPIED", what, ours[path].lines[at - 1].strip(),
+                                      "Use edit, call super(), or import what is there.")
+    return list(problems.values())
 
 
-def _quick(line: str) -> bool:
-    return len(line) >= 16
+def _runs(lines: list[str]) -> set[tuple[str, ...]]:
+    return set(zip(*(lines[n:] for n in range(RUN))))
 
 
 # Names and order
@@ -130,47 +139,43 @@ def unknown_names(module: Source, modules: dict[str, Source], base: Path, runs: 
 def wrong_order(module: Source, runs: list[list[int]]) -> list[Problem]:
     """ORDER for names that a definition needs at once and that are bound only further down."""
     problems = []
-    bound: set[str] = set(dir(builtins))
+    bound: set[str] = set()
     lazy = "annotations" in module.bindings
-    later = {m.name: m for m in module.members(module.tree.body)}
+    later = {m.name: m.start for m in module.members(module.tree.body)}
     for node in module.tree.body:
+        inside = {
+            n.id if isinstance(n, ast.Name) else n.name
+            for n in ast.walk(node)
+            if isinstance(n, DEFINITIONS) or (isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        }
         for name in _needed(node, lazy):
-            if name.id in bound or name.id not in later or later[name.id].start <= node.lineno:
-                continue
-            line = our_line(runs, name.lineno) or our_line(runs, later[name.id].start)
-            if line:
-                problems.append(Problem(module.path, line, "ORDER", f"{name.id} is needed before it is defined",
-                                        f"composed lines {name.lineno} and {later[name.id].start}",
-                                        "Place it with `# fork: add after NAME`."))
+            if name.id not in bound | inside and later.get(name.id, 0) > node.lineno:
+                if line := our_line(runs, name.lineno) or our_line(runs, later[name.id]):
+                    problems.append(Problem(module.path, line, "ORDER", f"{name.id} is needed before it is defined",
+                                            f"composed lines {name.lineno} and {later[name.id]}",
+                                            "Place it with `# fork: add after NAME`."))
         bound.update(m.name for m in module.members([node]))
     return problems
 
 
 def _needed(node: ast.AST, lazy: bool) -> Iterator[ast.Name]:
     """Names that run when a statement does: bases, decorators, defaults, class bodies; not function bodies."""
-    if isinstance(node, Function):
-        parts: list[ast.AST | None] = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
-        parts += [] if lazy else [a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg)] + [node.returns]
-    elif isinstance(node, ast.Lambda):
-        parts = [*node.args.defaults]
+    parts: list[ast.AST | None] = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        yield node
+    elif isinstance(node, (*DEFINITIONS[:2], ast.Lambda)):
+        parts = [*getattr(node, "decorator_list", ()), *node.args.defaults, *node.args.kw_defaults]
+        if not lazy:
+            parts += [a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg)]
+            parts += [getattr(node, "returns", None)]
     elif isinstance(node, ast.AnnAssign) and lazy:
         parts = [node.value]
-    elif isinstance(node, ast.ClassDef):
-        own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        own |= {n.name for n in node.body if isinstance(n, DEFINITIONS)}
-        yield from (n for child in ast.iter_child_nodes(node) for n in _needed(child, lazy) if n.id not in own)
-        return
-    elif isinstance(node, ast.Name):
-        yield from [node] if isinstance(node.ctx, ast.Load) else []
-        return
-    else:
-        parts = list(ast.iter_child_nodes(node))
     for part in filter(None, parts):
         yield from _needed(part, lazy)
 
 
 def ruff(modules: dict[str, Source], runs: dict[str, list[list[int]]], base: Path) -> list[Problem]:
-    """Ruff's F findings on our lines of the composed modules; silent where ruff is not installed."""
+    """Ruff's F findings on our lines of the composed modules, where ruff is installed."""
     with tempfile.TemporaryDirectory() as folder:
         for path, module in modules.items():
             place = Path(folder, path)
@@ -179,6 +184,8 @@ def ruff(modules: dict[str, Source], runs: dict[str, list[list[int]]], base: Pat
         command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F",
                    "--output-format", "concise", folder]
         done = subprocess.run(command, capture_output=True, text=True)
+    if done.stderr:
+        print(f"fork: ruff did not run: {done.stderr.strip()}", file=sys.stderr)
     problems = []
     for row in re.findall(r"^(\S+?):(\d+):\d+: (F\d+) (.*)$", done.stdout.replace(folder + "/", ""), re.MULTILINE):
         path, line, code, what = row

