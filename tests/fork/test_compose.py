@@ -221,10 +221,19 @@ def edit(body: str, header: str = "a, x, upstream") -> str:
         ("# fork: instead-of with\nwith both(upstream):\n    ...", "    with both(lock()):\n        self.call(x)\n"),
         ("# fork: instead-of for\nwork()", "    # about the loop\n    work()\n    if x > 1:\n"),
         ("# fork: param scale: float = 1.0\n...", "def f(a, b, scale: float = 1.0):\n"),
+        ("# fork: drop for\n...", "    x = a\n    if x > 1:\n"),
+        ("# fork: drop x[0]\n# fork: at end\nlog()", '    """Doc."""\n    # about the loop\n'),
     ],
 )
 def test_edit_changes_single_statements(compose: Callable, body: str, wanted: str) -> None:
     assert wanted in compose(EDITED, edit(body), "f")
+
+
+def test_statements_at_the_end_of_a_module(compose: Callable) -> None:
+    ours = "from vllm.other import here\n\n# fork: at end\n# why\nif here():\n    A = 2\n\n# fork: at end\nlog()\n"
+    composed = compose("import os\n\nA = 1\n", ours)
+    assert composed.endswith("A = 1\n\n# why\nif here():\n    A = 2\n\nlog()\n")
+    assert "from vllm.other import here\n" in composed
 
 
 def test_upstreams_value_is_bracketed_where_it_must_be(compose: Callable) -> None:

@@ -247,6 +247,13 @@ class Composer:
             start = self.base.span(display)[0] + 1
             self.splice(start, start, [((", " if n else "") + text, line) for n, (text, line) in enumerate(pieces)])
 
+    def at_end(self, item: Item) -> None:
+        """Puts a plain statement at the end of the module."""
+        end = len(self.base.text)
+        gap = 1 + (not self.base.text.endswith("\n"))
+        blank = (self.base.newline, item.member.start)
+        self.splice(end, end, [blank] * gap + self.definition(item, ""))
+
     def join(self, first: ast.expr | ast.arg, last: ast.expr | ast.arg, pieces: list[Piece]) -> None:
         """Puts more elements behind the one from `first` to `last`, on lines of their own where it has one."""
         end = self.base.offset(last.end_lineno or 0, last.end_col_offset or 0)
@@ -294,9 +301,9 @@ class Composer:
         match = BODY_VERBS.fullmatch(text)
         if not match:
             raise self.fail(line, "FORM", f"`# fork: {text}` is no directive inside an edit",
-                            todo="Known: at start, at end, before SEL, after SEL, instead-of SEL, param DECL.")
+                            todo="Known: at start, at end, before SEL, after SEL, instead-of SEL, drop SEL, param DECL.")
         verb, arg = match["verb"], match["arg"]
-        if bool(body) == (verb == "param"):
+        if bool(body) == (verb in ("param", "drop")):
             raise self.fail(line, "FORM", f"`# fork: {text}` takes {'no' if body else 'a'} statement of ours below it")
         if verb == "param":
             return self.param(item, function, arg, line)
@@ -309,6 +316,10 @@ class Composer:
         node = found[0]
         if verb == "instead-of":
             return self.instead(item, node, line, last, body)
+        if verb == "drop":
+            self.whole_lines(item, node)
+            start = self.base.offset(self._comment_top(node.lineno))
+            return self.splice(start, self.base.offset((node.end_lineno or 0) + 1), [])
         before = verb == "before" or (verb == "at start" and not is_constant(node))
         self.whole_lines(item, node, before)
         start = self.base.offset(self._comment_top(node.lineno) if before else (node.end_lineno or 0) + 1)

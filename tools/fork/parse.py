@@ -24,7 +24,7 @@ MEMBER_VERBS = re.compile(
     r"(?P<verb>add)(?: after (?P<after>[\w.]+))?|(?P<extend>extend)(?P<bases> bases)?"
     r"|(?P<pinned>replace|edit)(?: (?P<pin>[0-9a-f]{12}))?|(?P<append>append)"
 )
-BODY_VERBS = re.compile(r"(?P<verb>at (?:start|end)|(?:before|after|instead-of|param)) ?(?P<arg>.*)")
+BODY_VERBS = re.compile(r"(?P<verb>at (?:start|end)|(?:before|after|instead-of|drop|param)) ?(?P<arg>.*)")
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,17 @@ class Source:
             if isinstance(node, ast.Pass) or is_constant(node) or ((isinstance(node, IMPORTS) or late) and not owner):
                 continue
             member = self.member(node)
+            top = self.comment_top(member.start if member else node.lineno)
+            lines = [n for n in range(top, member.start if member else node.lineno) if n in self.directives]
             if member is None:
-                what = "an amending file holds imports and definitions only"
-                todo = "Put the statement into a function of a new file, or `edit` the function that should run it."
-                raise ForkError(Problem(self.path, node.lineno, "FORM", what, todo=todo))
-            lines = [n for n in range(self.comment_top(member.start), member.start) if n in self.directives]
+                if owner or [self.directives[n] for n in lines] != ["at end"]:
+                    what = "an amending file holds imports, definitions, and statements under `# fork: at end`"
+                    todo = "Put the statement into a function of a new file, or `edit` the function that should run it."
+                    raise ForkError(Problem(self.path, node.lineno, "FORM", what, todo=todo))
+                used.update(lines)
+                last = Member(f"line-{node.lineno}", node, node.lineno, node.end_lineno or node.lineno)
+                found.append(Item(owner, last, "at_end", "", lines[0]))
+                continue
             text, line = (self.directives[lines[0]], lines[0]) if lines else ("add", member.start)
             match = MEMBER_VERBS.fullmatch(text)
             if not match or len(lines) > 1:

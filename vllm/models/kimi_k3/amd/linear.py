@@ -1,8 +1,9 @@
 from torch import nn
 
-from vllm.checkpoint.fused_modules import use_fused_modules
+from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.models.kimi_k3.amd.linear import EagleModelMixin
+from vllm.models.kimi_k3.common.expert_padding import zero_padded_experts
 from vllm.platforms import current_platform
 
 
@@ -10,18 +11,9 @@ from vllm.platforms import current_platform
 class KimiMoE:
     # fork: edit 193e1476157e
     def __init__(self, moe_intermediate_size):
-        # The weights are on the runner's routed experts. Zeroed before loading,
-        # the padded part adds nothing, whatever the backend.
         # fork: instead-of if[-3]
         if self.padded_moe_intermediate_size != moe_intermediate_size:
-            routed = self.experts.routed_experts
-            for bank in ("w13_weight", "w2_weight"):
-                for name in (bank, f"{bank}_packed"):
-                    if hasattr(routed, name):
-                        getattr(routed, name).data.zero_()
-            routed.moe_config.intermediate_size_per_partition_unpadded = (
-                moe_intermediate_size // self.tp_size
-            )
+            zero_padded_experts(self.experts, moe_intermediate_size // self.tp_size)
 
 
 # fork: extend
@@ -40,3 +32,13 @@ class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
     def __init__(self, vllm_config, config):
         # fork: after self.config
         use_fused_modules(self, config, vllm_config.quant_config)
+
+    # fork: edit ebfdbdaf41a5
+    def load_weights(self, stacked_params_mapping):
+        # fork: drop kda_config
+        # fork: drop use_full_rank_gate
+        # fork: drop beta_shard_id
+        # fork: drop if[0]
+        # fork: drop if[1]
+        # fork: instead-of stacked_params_mapping[0]
+        stacked_params_mapping = stacked_params(fused_modules_of(self.config))

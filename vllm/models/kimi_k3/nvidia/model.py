@@ -1,4 +1,15 @@
-from vllm.checkpoint.fused_modules import use_fused_modules
+from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
+
+from vllm.models.kimi_k3.common.expert_padding import zero_padded_experts
+
+
+# fork: extend
+class KimiMoE:
+    # fork: edit d7e1685145b1
+    def __init__(self, moe_intermediate_size):
+        # fork: instead-of if[-5]
+        if self.padded_moe_intermediate_size != moe_intermediate_size:
+            zero_padded_experts(self.experts, moe_intermediate_size // self.tp_size)
 
 
 # fork: extend
@@ -7,3 +18,13 @@ class KimiLinearModel:
     def __init__(self, vllm_config, config):
         # fork: after self.config
         use_fused_modules(self, config, vllm_config.quant_config)
+
+    # fork: edit dd60859d069e
+    def load_weights(self, stacked_params_mapping):
+        # fork: drop kda_config
+        # fork: drop use_full_rank_gate
+        # fork: drop beta_shard_id
+        # fork: drop if[0]
+        # fork: drop if[1]
+        # fork: instead-of stacked_params_mapping[0]
+        stacked_params_mapping = stacked_params(fused_modules_of(self.config))
