@@ -1,11 +1,12 @@
 """The composed tree as Python sees it: each module that we amend imports by itself, from where sync wrote it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from tools.fork.base import Fork
-from tools.fork.tree import our_files
+from tools.fork.tree import our_files, where
 
 # Each module is imported in a forked child. The first child tells which other packages vllm loads; the parent loads
 # those too, so that the other children spend their time (2 s instead of 6) on vllm's own modules.
@@ -41,3 +42,37 @@ def test_each_amended_module_imports_in_an_interpreter_without_vllm(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True)
     found = dict(line.split() for line in done.stdout.splitlines() if line.startswith("vllm."))
     assert found == {name: str(fork.composed / path) for name, path in zip(names, paths)}, done.stderr
+
+
+WORKER = """
+import multiprocessing, sys
+
+def work():
+    from types import SimpleNamespace
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    # A layer whose attribute lookup fails inside our line of that function.
+    dispatch_cpu_unquantized_gemm(type("Layer", (), {"__getattr__": lambda self, name: 1 / 0})(), True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_a_spawned_workers_traceback_shows_our_line_and_maps_back(tmp_path: Path) -> None:
+    """Upstream's file runs with our lines in it, wherever it is imported, and `where` finds them again."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    fork = Fork()
+    composed = fork.composed / "vllm/model_executor/layers/utils.py"
+    frames = re.findall(rf'File "{re.escape(str(composed))}", line (\d+), in dispatch_cpu_unquantized_gemm', done.stderr)
+    assert len(frames) == 1
+    assert 'if getattr(layer, "reads_weight_directly", False):' in done.stderr
+    place = where(fork, "vllm/model_executor/layers/utils.py", int(frames[0]))
+    path, _, line = place.partition(":")
+    text = (fork.root / path).read_text().splitlines()[int(line.split()[0]) - 1]
+    assert "reads_weight_directly" in text
