@@ -25,6 +25,9 @@ from vllm.model_executor.layers.quantization.utils.modelopt_names import (
     is_excluded,
     map_patterns,
 )
+from vllm.model_executor.layers.quantization.utils.nvfp4_tensor_scale import (
+    share_w13_tensor_scale,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
@@ -103,14 +106,16 @@ class ModelOptNvFp4FusedMoE:
             check_expert_scales(
                 layer, activations=self.nvfp4_backend == NvFp4MoeBackend.EMULATION
             )
-        # fork: instead-of if
-        if not current_platform.is_cpu() and upstream:
-            ...
+        # fork: drop if
         # fork: instead-of w13_weight_scale_2
-        # The CPU experts scale gate and up apart, so that unequal scales stay exact.
-        w13_weight_scale_2 = (  # noqa: F841
-            layer.w13_weight_scale_2 if current_platform.is_cpu() else upstream
-        )
+        if current_platform.is_cpu():  # its experts scale gate and up apart
+            w13_weight_scale_2 = layer.w13_weight_scale_2
+        elif self.moe.is_act_and_mul:
+            w13_weight_scale_2 = share_w13_tensor_scale(
+                layer.layer_name, layer.w13_weight_scale.data, layer.w13_weight_scale_2
+            )
+        else:
+            w13_weight_scale_2 = upstream
 
 
 # fork: extend
