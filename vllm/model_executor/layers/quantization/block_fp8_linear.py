@@ -62,6 +62,8 @@ class BlockFp8State:
         columns: Placement of the rank's input columns in blocks.
         rows: Placement of each partition, set after loading.
         scale_name: The name under which the file holds the scale.
+        widening: Partitions that no tensor fills; they only widen the output.
+        packed: Whether the kernel has replaced the weight by a form of its own.
         unpacked: Weight and scale in blocks as they were before the kernel packed
             them, kept where somebody needs the dequantised weight.
     """
@@ -69,6 +71,8 @@ class BlockFp8State:
     columns: Placement
     scale_name: str | None = None
     rows: list[Placement] | None = None
+    widening: frozenset[int] = frozenset()
+    packed: bool = True
     unpacked: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -162,7 +166,7 @@ class BlockFp8LinearMethod(LinearMethodBase):
         self._choose_kernel(planned, state.columns.padded_rows)
 
         weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        weight.view(torch.uint8).fill_(_E4M3_NAN)
+        _mark_unloaded(weight)
         layer.register_parameter(
             "weight",
             ModelWeightParameter(
@@ -200,6 +204,7 @@ class BlockFp8LinearMethod(LinearMethodBase):
         assert self.kernel is not None and state.rows is not None
         if hasattr(layer, "weight_scale_inv"):
             del layer.weight_scale_inv
+        state.scale_name = None  # a reload may come from a file of the other dialect
         replace_parameter(layer, "weight", weight)
         replace_parameter(layer, "weight_scale", scale)
         on_cpu, kept = current_platform.is_cpu(), layer.prefix.endswith("kv_b_proj")
@@ -208,8 +213,9 @@ class BlockFp8LinearMethod(LinearMethodBase):
             # Some GPU kernels rescale in place.
             unpacked = (weight.clone(), scale.clone())
         self.kernel.process_weights_after_loading(layer)
-        if kept or (on_cpu and layer.weight.data_ptr() == weight.data_ptr()):
-            state.unpacked = unpacked
+        # A kernel that leaves the weight alone needs no second copy of it.
+        state.packed = not on_cpu or layer.weight.data_ptr() != weight.data_ptr()
+        state.unpacked = unpacked if kept and state.packed else None
 
     def apply(
         self,
@@ -238,13 +244,16 @@ class BlockFp8LinearMethod(LinearMethodBase):
             ValueError: The kernel has packed the weight and nothing else was kept.
         """
         state = layer.block_fp8
-        if state.unpacked is None:
+        unpacked = state.unpacked
+        if not state.packed:
+            unpacked = (layer.weight.data, layer.weight_scale.data)
+        if unpacked is None:
             raise ValueError(
                 f"{layer.prefix}: the weight was packed by "
                 f"{type(self.kernel).__name__} and no copy kept; only kv_b_proj keeps "
                 "one."
             )
-        dense = dequantize_block_fp8(*state.unpacked, BLOCK, out_dtype)
+        dense = dequantize_block_fp8(*unpacked, BLOCK, out_dtype)
         columns = state.columns
         dense = dense[:, columns.lead : columns.lead + columns.rows]
         return _crop(dense, state.rows, dim=0)
@@ -299,6 +308,29 @@ def _source_rows(layer: torch.nn.Module, shard_id: Any) -> int | None:
     return sum(sizes[i] // (layer.tp_size if i == replicated else 1) for i in ids)
 
 
+def _mark_unloaded(tensor: torch.Tensor) -> None:
+    """Fill with NaN, so that what no loader writes is noticed."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8).fill_(_E4M3_NAN)
+    else:
+        tensor.fill_(float("nan"))
+
+
+def _mark_again(layer: torch.nn.Module) -> None:
+    """Mark the memory that a reload gives the layer, once, before it is written.
+
+    A reload restores the parameters as they were recorded before the first load,
+    in uninitialised memory.
+    """
+    if layer.block_fp8.rows is None:
+        return  # the first load: marked when created
+    for name in ("weight", *_SCALE_NAMES):
+        param = getattr(layer, name, None)
+        if param is not None and not param.is_meta and not hasattr(param, "is_marked"):
+            _mark_unloaded(param.data)
+            param.is_marked = True
+
+
 def _label(layer: torch.nn.Module, tensor: str, shard_id: Any) -> str:
     shard = "" if shard_id is None else f" (shard {shard_id})"
     return f"{layer.prefix}.{tensor}{shard}"
@@ -308,6 +340,7 @@ def _weight_loader(layer: torch.nn.Module, upstream: Callable) -> Callable:
     """Wrap a layer's loader: FP8 codes of the right shape, or an error."""
 
     def load(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        _mark_again(layer)
         shard_id = args[0] if args else kwargs.get("loaded_shard_id")
         if loaded.dtype == torch.uint8:
             loaded = loaded.view(torch.float8_e4m3fn)
@@ -329,6 +362,7 @@ def _scale_loader(layer: torch.nn.Module, name: str, upstream: Callable) -> Call
     """Wrap a layer's loader: one scale row per weight row, then as for the weight."""
 
     def load(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        _mark_again(layer)
         shard_id = args[0] if args else kwargs.get("loaded_shard_id")
         found = tuple(loaded.shape)
         blocks = loaded
@@ -378,8 +412,11 @@ def _lay_out(
     for index, width in enumerate(layer.logical_widths):
         rows = slice(first, first + width)
         number, values = staged[rows, -1], staged[rows, :-1]
-        if bool(number.isnan().all()) and not weight[rows].view(torch.uint8).any():
-            # A partition that only widens the output; the model has zeroed it.
+        zeroed = not weight[rows].view(torch.uint8).any()
+        if index in state.widening or (bool(number.isnan().all()) and zeroed):
+            # Only widens the output: the model zeroes it, before the first load.
+            state.widening |= {index}
+            weight[rows].view(torch.uint8).zero_()
             number, values = torch.zeros_like(number), torch.zeros_like(values)
         _check_loaded(layer, index, weight[rows], number, values)
         # Where the span starts in its source: in block `number[0]`, and if it runs
