@@ -40,6 +40,7 @@ class Engine:
     """An engine and the reference on the same checkpoint."""
 
     def __init__(self, path, **options):
+        torch.set_num_threads(1)  # the reference's many small operations only lose by more
         self.reference = reference.load(path)
         self.llm = LLM(
             str(path),
@@ -47,7 +48,7 @@ class Engine:
             max_model_len=1024,
             max_num_seqs=32,
             max_logprobs=-1,
-            kv_cache_memory_bytes=256 << 20,
+            kv_cache_memory_bytes=64 << 20,  # about 130 blocks: two waves use them all
             **options,
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
@@ -68,6 +69,7 @@ class Engine:
             max_tokens=tokens,
             ignore_eos=True,
             logprobs=-1,
+            detokenize=False,
             prompt_logprobs=-1 if prompt_logprobs else None,
         )
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -105,9 +107,9 @@ def test_prefill_and_decode(engine, record_property):
 
 
 def test_24_concurrent_requests_reuse_blocks(engine, record_property):
-    """Three waves on one cache: each inherits blocks that earlier requests left full."""
+    """Two waves on one cache: each inherits blocks that earlier requests left full."""
     rng = random.Random(1)
-    for wave in range(3):
+    for wave in range(2):
         lengths = [rng.choice([1, 1, 1, 2, 5, 17, 63, 64, 65, 130, 200]) for _ in range(24)]
         _, worst = engine.run(prompts_of(lengths, wave, engine.vocab), tokens=6)
         record_property(f"max_abs_delta_logprob_{wave}", worst)
