@@ -69,7 +69,8 @@ def test_a_spawned_workers_traceback_shows_our_line_and_maps_back(tmp_path: Path
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
     fork = Fork()
     composed = fork.composed / "vllm/model_executor/layers/utils.py"
-    frames = re.findall(rf'File "{re.escape(str(composed))}", line (\d+), in dispatch_cpu_unquantized_gemm', done.stderr)
+    frame = rf'File "{re.escape(str(composed))}", line (\d+), in dispatch_cpu_unquantized_gemm'
+    frames = re.findall(frame, done.stderr)
     assert len(frames) == 1
     assert 'if getattr(layer, "reads_weight_directly", False):' in done.stderr
     place = where(fork, "vllm/model_executor/layers/utils.py", int(frames[0]))

@@ -13,7 +13,6 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization import block_fp8_linear
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptFp8Config,
-    ModelOptFp8Config,
     ModelOptFp8PbWoLinearMethod,
     ModelOptMixedPrecisionConfig,
     ModelOptNvFp4Config,

@@ -301,10 +301,11 @@ class Composer:
         match = BODY_VERBS.fullmatch(text)
         if not match:
             raise self.fail(line, "FORM", f"`# fork: {text}` is no directive inside an edit",
-                            todo="Known: at start, at end, before SEL, after SEL, instead-of SEL, drop SEL, param DECL.")
+                            todo="Known: at start, at end, before, after, instead-of or drop SEL, param DECL.")
         verb, arg = match["verb"], match["arg"]
         if bool(body) == (verb in ("param", "drop")):
-            raise self.fail(line, "FORM", f"`# fork: {text}` takes {'no' if body else 'a'} statement of ours below it")
+            count = "no" if body else "a"
+            raise self.fail(line, "FORM", f"`# fork: {text}` takes {count} statement of ours below it")
         if verb == "param":
             return self.param(item, function, arg, line)
         found = select(function, arg) if arg else [function.body[-(verb == "at end")]]

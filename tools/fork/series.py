@@ -14,7 +14,7 @@ from tools.fork.tree import compose_all, our_files, source
 
 FIELDS = {"name", "title", "why", "upstream", "remove-when", "members"}
 # Tests of this repository itself, which no upstream pull request would carry.
-OWN_TESTS = ("tests/fork/", "tests/conftest.py", "tests/test_composed.py", "tests/__init__.py")
+OWN_TESTS = ("tests/fork/", "tests/conftest.py", "tests/test_composed.py", "tests/test_demo.py", "tests/__init__.py")
 WHO = "vLLM fork <fork@example.invalid>"
 WHEN = "2026-01-01T00:00:00Z"
 

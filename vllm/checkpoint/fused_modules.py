@@ -43,7 +43,7 @@ def fused_modules(full_rank_gate: bool = True, low_rank_query: bool = True) -> t
             product of two (Kimi Linear), and takes part in the input projection.
         low_rank_query: MLA has ``q_a_proj`` and ``q_b_proj``.
     """
-    kda = ("q_proj", "k_proj", "v_proj")
+    kda: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     kda += ("g_proj", "f_a_proj", "b_proj") if full_rank_gate else ("b_proj", "f_a_proj")
     modules = [
         FusedModule("in_proj_qkvgfab", kda, frozenset({"f_a_proj"})),

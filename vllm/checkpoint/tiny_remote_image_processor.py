@@ -52,7 +52,7 @@ class TinyK3ImageProcessor(BaseImageProcessor):
         patches, grids = [], []
         for media in medias:
             scaled, (columns, rows) = self._size(media["image"])
-            image = media["image"].convert("RGB").resize(scaled, Image.BICUBIC)
+            image = media["image"].convert("RGB").resize(scaled, Image.Resampling.BICUBIC)
             pixels = np.zeros((rows * patch, columns * patch, 3), np.float32)
             pixels[: scaled[1], : scaled[0]] = np.asarray(image, np.float32) / 255.0
             pixels = (pixels - mean) / std

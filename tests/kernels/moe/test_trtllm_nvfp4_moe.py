@@ -156,7 +156,8 @@ def test_doubling_the_tensor_scale_while_halving_the_codes_changes_nothing(kerne
         experts, _ = make(MoEActivation.SITU, [w2[0] * factor, w2[1]], inputs)
         sent = call(experts, MoEActivation.SITU, kernel)
         gate, scalar = (sent[f"output1_scale_{n}"].double() for n in ("gate_scalar", "scalar"))
-        results.append([situ64(50 / factor * g.item(), 90 / factor * g.item()) * s.item() for g, s in zip(gate, scalar)])
+        codes = 50 / factor, 90 / factor
+        results.append([situ64(*(c * g.item() for c in codes)) * s.item() for g, s in zip(gate, scalar)])
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 

@@ -13,8 +13,8 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.layers.quantization.utils.modelopt_names import shards_of
+from vllm.model_executor.model_loader.utils import initialize_model
 
 
 @pytest.fixture(scope="module")

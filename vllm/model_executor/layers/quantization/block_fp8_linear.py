@@ -253,7 +253,8 @@ class BlockFp8LinearMethod(LinearMethodBase):
                 f"{type(self.kernel).__name__} and no copy kept; only kv_b_proj keeps "
                 "one."
             )
-        dense = dequantize_block_fp8(*unpacked, BLOCK, out_dtype)
+        weight, scale = unpacked
+        dense = dequantize_block_fp8(weight, scale, BLOCK, out_dtype)
         columns = state.columns
         dense = dense[:, columns.lead : columns.lead + columns.rows]
         return _crop(dense, state.rows, dim=0)

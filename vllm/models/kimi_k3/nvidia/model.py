@@ -1,5 +1,4 @@
 from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
-
 from vllm.models.kimi_k3.common.expert_padding import zero_padded_experts
 
 

@@ -87,7 +87,8 @@ def share_w13_tensor_scale(
         expert, half = bad.nonzero()[0].tolist()
         raise ValueError(
             f"{layer_name}: the tensor scale of w{(1, 3)[half]} of local expert {expert} is "
-            f"{tensor_scales[expert, half].item()}, expected > 0 ({int(bad.sum())} such scales). Re-export the checkpoint."
+            f"{tensor_scales[expert, half].item()}, expected > 0 "
+            f"({int(bad.sum())} such scales). Re-export the checkpoint."
         )
     differ = (tensor_scales[:, 0] != tensor_scales[:, 1]).nonzero().flatten().tolist()
     shared = tensor_scales[:, 0].clone()
