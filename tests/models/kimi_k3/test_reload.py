@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.models.kimi_k3.test_engine import LENGTHS, Engine, prompts_of
+from tests.models.kimi_k3.test_engine import BOUND, LENGTHS, Engine, prompts_of
 from vllm.checkpoint.tiny import make_tiny
 
 pytest.importorskip("modelopt", reason="writes a quantised checkpoint: pip install 'vllm[quantize]'")
@@ -15,13 +15,18 @@ def test_reload_changes_nothing(tmp_path):
     make_tiny(tmp_path / "m", format="nvfp4-modelopt", seed=11)
     engine = Engine(tmp_path / "m", enable_prefix_caching=False)
     prompts = prompts_of(LENGTHS, 7, engine.vocab)
+
+    def answers():  # one at a time: how requests are batched may change the last bits
+        found = [engine.run([prompt], tokens=3) for prompt in prompts]
+        assert max(worst for _, worst in found) <= BOUND
+        return [outputs[0] for outputs, _ in found]
+
     try:
-        before, _ = engine.run(prompts, tokens=3)
+        before = answers()
         engine.llm.collective_rpc("reload_weights")
-        after, worst = engine.run(prompts, tokens=3)
+        after = answers()
     finally:
         engine.close()
-    assert worst <= 1e-3
     for old, new in zip(before, after):
         assert old.outputs[0].token_ids == new.outputs[0].token_ids
         tables = [engine.table(o.outputs[0].logprobs) for o in (old, new)]
