@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 SiTU experts for SM90: the packed layout anywhere, the kernels on a Hopper card.
+
+The reference decodes NVFP4 code by code and computes in float64.
+"""
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.fused_moe.experts import (
+    nvfp4_situ_sm90_kernels as kernels,
+)
+from vllm.model_executor.layers.fused_moe.experts import (
+    nvfp4_situ_sm90_layout as layout,
+)
+from vllm.model_executor.layers.fused_moe.experts import nvfp4_situ_sm90_ops as ops
+from vllm.model_executor.layers.fused_moe.experts.nvfp4_situ_sm90_ops import Plan
+
+BETA, LINEAR_BETA = 4.0, 25.0
+LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+LEVELS = torch.cat([LEVELS, -LEVELS])
+SHARED = 232448  # bytes a block may have on SM90
+
+
+def decode(codes, scales):
+    """Code times block scale in float64; the tensor scale is left out."""
+    value = LEVELS[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int().cpu()]
+    return value * scales.cpu().double().repeat_interleave(16, -1)
+
+
+def random_bank(shape, seed):
+    """Codes and e4m3 scales of every kind: negative, zero and subnormal too."""
+    gen = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=gen)
+    bits = torch.randint(0, 256, (*shape[:-1], shape[-1] // 16), generator=gen)
+    bits[(bits & 0x7F) == 0x7F] = 0
+    return codes.byte(), bits.byte().view(torch.float8_e4m3fn)
+
+
+# ---- layout ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (32, 192), (128, 384)])
+@pytest.mark.parametrize("order", ["gate_up", "down"])
+def test_packing_keeps_every_weight(shape, order):
+    codes, scales = random_bank(shape, 0)
+    rows = {
+        "gate_up": lambda: layout.gate_up_rows(shape[0] // 2),
+        "down": lambda: layout.down_rows(shape[0]),
+    }[order]()
+    assert sorted(rows.tolist()) == list(range(shape[0]))
+    packed, packed_scales = layout.pack_bank(codes, scales, rows)
+    found = layout.dequantize_packed(packed, packed_scales, rows)
+    assert torch.equal(found[:, : shape[1]].double(), decode(codes, scales) + 0.0)
+    assert not found[:, shape[1] :].any()
+
+
+def test_every_code_times_every_scale_is_exact_in_bf16():
+    bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    weight = LEVELS[:, None] * bits / layout.WEIGHT_FACTOR
+    assert torch.equal(weight.bfloat16().double(), weight)
+    assert weight[weight != 0].abs().min() >= torch.finfo(torch.bfloat16).tiny
+
+
+def test_bytes_are_the_checkpoints():
+    codes, scales = random_bank((2, 256, 256), 1)
+    packed, packed_scales = layout.pack_experts(codes, scales, gated=True)
+    assert packed.numel() == codes.numel() and packed_scales.numel() == scales.numel()
+    assert packed.shape[0] == packed_scales.shape[0] == 2
+
+
+def test_width_is_padded_with_zero_weights():
+    codes, scales = random_bank((1, 2 * 96, 128), 2)
+    packed, packed_scales = layout.pack_experts(codes, scales, gated=True)
+    rows = layout.gate_up_rows(128)
+    found = layout.dequantize_packed(packed[0], packed_scales[0], rows).unflatten(
+        0, (2, 128)
+    )
+    expected = decode(codes, scales)[0].unflatten(0, (2, 96)) + 0.0
+    assert torch.equal(found[:, :96].double(), expected)
+    assert not found[:, 96:].any()
+
+
+def test_nan_scale_is_refused():
+    codes, scales = random_bank((16, 128), 3)
+    scales.view(torch.uint8)[3, 2] = 0x7F
+    with pytest.raises(ValueError, match="NaN"):
+        layout.pack_bank(codes, scales, layout.down_rows(16))
+
+
+@pytest.mark.parametrize("experts,choices,width", [(112, 2, 3072), (896, 16, 384)])
+def test_every_plan_fits_shared_memory(experts, choices, width):
+    for tokens in (1, 7, 16, 64, 200, 256, 300, 512, 1024, 2048, 4096, 20000):
+        plan = ops.plan_for(tokens, choices, experts)
+        for phase, columns in ((1, 3584), (2, width)):
+            macros, shared = plan.macros(phase, columns // 128)
+            assert shared + 4096 <= SHARED and macros["STAGES"] >= 3
+            assert "ENTRY nvfp4_situ_" in kernels.source(**macros)
+
+
+# ---- kernels -----------------------------------------------------------------
+
+PLANS = [
+    Plan(8, rows=2, split=4),
+    Plan(8, rows=2, split=1),
+    Plan(8, rows=1, split=2, held=9),
+    Plan(16, rows=2, split=1, warps=8),
+    Plan(24, narrow=16, large=True, pair=4),
+    Plan(48, narrow=32, large=True),
+    Plan(96, narrow=80, large=True),
+]
+
+
+class Layer:
+    def __init__(self, experts, width, hidden, seed):
+        gen = torch.Generator().manual_seed(seed)
+
+        def bank(rows, columns):
+            codes, _ = random_bank((experts, rows, columns), seed)
+            scales = torch.rand(experts, rows, columns // 16, generator=gen) + 0.25
+            return codes, scales.to(torch.float8_e4m3fn)
+
+        self.w13, self.w13_scale = bank(2 * width, hidden)
+        self.w2, self.w2_scale = bank(hidden, width)
+        self.alpha13 = (torch.rand(experts, 2, generator=gen) + 0.2) / hidden**0.5
+        self.alpha2 = (torch.rand(experts, generator=gen) + 0.2) / width**0.5
+        self.width, self.gen = width, gen
+
+    def packed(self):
+        return tuple(
+            x.cuda()
+            for x in (
+                *layout.pack_experts(self.w13, self.w13_scale, gated=True),
+                self.alpha13,
+                *layout.pack_experts(self.w2, self.w2_scale, gated=False),
+                self.alpha2,
+            )
+        )
+
+    def reference(self, x, weights, ids):
+        """``ids`` are local; a negative one adds nothing."""
+        w13, w2 = decode(self.w13, self.w13_scale), decode(self.w2, self.w2_scale)
+        w13 = w13.unflatten(1, (2, -1)) * self.alpha13.double()[..., None, None]
+        w2 = w2 * self.alpha2.double()[:, None, None]
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for m, token in enumerate(x.cpu().double()):
+            for weight, e in zip(weights[m].tolist(), ids[m].tolist()):
+                if e >= 0:
+                    gate, up = w13[e, 0] @ token, w13[e, 1] @ token
+                    h = BETA * torch.tanh(gate / BETA) * torch.sigmoid(gate)
+                    h = h * LINEAR_BETA * torch.tanh(up / LINEAR_BETA)
+                    out[m] += weight * (w2[e] @ h)
+        return out
+
+
+def run(packed, x, weights, ids, plan, expert_map=None, out=None):
+    pairs, width = ids.numel(), packed[0].shape[1] * 8
+    out = torch.full_like(x, float("nan")) if out is None else out
+    poison = [
+        torch.full((n,), float("nan"), dtype=x.dtype, device="cuda")
+        for n in ops.workspace_sizes(pairs, width, x.shape[1])
+    ]
+    total = packed[0].shape[0] if expert_map is None else expert_map.numel()
+    ops.nvfp4_situ_moe(
+        out,
+        x,
+        *packed,
+        weights,
+        ids,
+        expert_map,
+        total,
+        BETA,
+        LINEAR_BETA,
+        *poison,
+        plan,
+    )
+    return out
+
+
+def inputs(layer, tokens, choices, experts, hidden):
+    x = torch.randn(tokens, hidden, generator=layer.gen).bfloat16().cuda()
+    ids = torch.rand(tokens, experts, generator=layer.gen).topk(choices).indices.int()
+    weights = torch.rand(tokens, choices, generator=layer.gen)
+    return x, weights.cuda(), ids.cuda()
+
+
+def assert_close(found, expected):
+    # bf16 activations between the GEMMs and a bf16 result: 2**-9 each, in the mean.
+    error = (found.double().cpu() - expected).norm() / expected.norm()
+    assert error < 5e-3
+
+
+@pytest.fixture(autouse=True)
+def needs_card(request):
+    if request.node.get_closest_marker("sm90") and not (
+        torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    ):
+        pytest.skip("needs a Hopper card")
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", [None, *PLANS], ids=str)
+@pytest.mark.parametrize("tokens,width,hidden", [(1, 128, 256), (150, 192, 384)])
+def test_layer_against_float64(plan, tokens, width, hidden):
+    layer = Layer(6, width, hidden, tokens)
+    x, weights, ids = inputs(layer, tokens, 3, 6, hidden)
+    expected = layer.reference(x, weights, ids)
+    assert_close(run(layer.packed(), x, weights, ids, plan), expected)
+    assert_close(run(layer.packed(), x, weights, ids.long(), plan), expected)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_expert_map_and_absent_choices(plan):
+    layer = Layer(5, 128, 256, 7)
+    x, weights, ids = inputs(layer, 40, 4, 12, 256)
+    expert_map = torch.full((12,), -1, dtype=torch.int32)
+    expert_map[[1, 4, 5, 9, 11]] = torch.tensor([3, 0, 2, 4, 1], dtype=torch.int32)
+    ids[::3, 1] = -1
+    ids[7] = -1
+    local = torch.where(ids.cpu() >= 0, expert_map[ids.cpu().clamp(min=0).long()], -1)
+    out = run(layer.packed(), x, weights, ids, plan, expert_map.cuda())
+    assert_close(out, layer.reference(x, weights, local))
+    assert not out[7].any()
+
+
+@pytest.mark.sm90
+def test_many_pairs_take_the_routers_other_path():
+    layer = Layer(40, 128, 256, 11)
+    x, weights, ids = inputs(layer, 700, 8, 40, 256)
+    assert_close(
+        run(layer.packed(), x, weights, ids, None), layer.reference(x, weights, ids)
+    )
+
+
+@pytest.mark.sm90
+def test_no_tokens_and_no_local_expert():
+    layer = Layer(4, 128, 256, 12)
+    packed = layer.packed()
+    x, weights, ids = inputs(layer, 3, 2, 4, 256)
+    run(packed, x[:0], weights[:0], ids[:0], None)
+    for plan in PLANS:
+        assert not run(packed, x, weights, torch.full_like(ids, -1), plan).any()
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_graph_replays_give_the_same_bits_on_new_inputs(plan):
+    layer = Layer(6, 128, 256, 13)
+    packed = layer.packed()
+    x, weights, ids = inputs(layer, 64, 3, 6, 256)
+    out = run(packed, x, weights, ids, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(packed, x, weights, ids, plan, out=out)
+    for _ in range(3):
+        new = inputs(layer, 64, 3, 6, 256)
+        for old, value in zip((x, weights, ids), new):
+            old.copy_(value)
+        expected = run(packed, *new, plan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_scale_moved_between_block_and_tensor_changes_nothing(plan):
+    layer = Layer(4, 128, 256, 14)
+    x, weights, ids = inputs(layer, 20, 2, 4, 256)
+    before = run(layer.packed(), x, weights, ids, plan)
+    for bank in ("w13", "w2"):
+        scales = getattr(layer, f"{bank}_scale").float() / 2
+        setattr(layer, f"{bank}_scale", scales.to(torch.float8_e4m3fn))
+    layer.alpha13 *= 2
+    layer.alpha2 *= 2
+    assert torch.equal(run(layer.packed(), x, weights, ids, plan), before)
+
+
+@pytest.mark.sm90
+def test_experts_may_be_rearranged():
+    layer = Layer(6, 128, 256, 15)
+    x, weights, ids = inputs(layer, 30, 3, 6, 256)
+    packed = layer.packed()
+    before = run(packed, x, weights, ids, None)
+    order = torch.tensor([4, 2, 5, 0, 1, 3], device="cuda")
+    moved = tuple(p[order].contiguous() for p in packed)
+    place = torch.argsort(order).int()
+    assert torch.equal(run(moved, x, weights, place[ids.long()], None), before)
