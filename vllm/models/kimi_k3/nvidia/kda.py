@@ -1,0 +1,15 @@
+from vllm.model_executor.layers.mamba.gdn.kda_a_log import checked_a_log_loader
+
+
+# fork: edit 882bf281b1d4
+def a_log_weight_loader(upstream):
+    # fork: instead-of return
+    return checked_a_log_loader(upstream)
+
+
+# fork: extend
+class KimiK3DeltaAttention:
+    # fork: edit d78b8ae24141
+    def __init__(self, prefix: str):
+        # fork: at end
+        self.A_log.tensor_name = f"{prefix}.A_log"
