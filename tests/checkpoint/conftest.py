@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm.checkpoint.tiny import TinyShape, make_tiny
+# vllm is imported inside the fixtures: pytest loads this file before the guards of
+# tests/conftest.py have brought the composed tree up to date.
 
 # Partial blocks everywhere: 576-row kv_a, 2-row b_proj, 48-column f_b, 192-row q_a.
-SHAPE = TinyShape(
+SHAPE = dict(
     hidden=256,
     heads=2,
     head_dim=48,
@@ -21,28 +22,37 @@ SHAPE = TinyShape(
 
 
 @pytest.fixture(scope="session")
-def shape() -> TinyShape:
-    return SHAPE
+def shape():
+    from vllm.checkpoint.tiny import TinyShape
+
+    return TinyShape(**SHAPE)
 
 
 @pytest.fixture(scope="session")
-def bf16(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "bf16"
-    make_tiny(path, shape=SHAPE, seed=3)
-    return path
+def write(shape, tmp_path_factory):
+    """Writes a checkpoint of the session's shape and returns its folder."""
+    from vllm.checkpoint.tiny import make_tiny
+
+    def checkpoint(name: str, **options) -> Path:
+        path = tmp_path_factory.mktemp("tiny") / name
+        make_tiny(path, shape=shape, seed=3, **options)
+        return path
+
+    return checkpoint
 
 
 @pytest.fixture(scope="session")
-def multimodal(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "multimodal"
-    make_tiny(path, arch="multimodal", shape=SHAPE, seed=3)
-    return path
+def bf16(write) -> Path:
+    return write("bf16")
 
 
 @pytest.fixture(scope="session")
-def nvfp4(tmp_path_factory) -> Path:
+def multimodal(write) -> Path:
+    return write("multimodal", arch="multimodal")
+
+
+@pytest.fixture(scope="session")
+def nvfp4(write) -> Path:
     if find_spec("modelopt") is None:
         pytest.skip("nvidia-modelopt is not installed (pip install 'vllm[quantize]')")
-    path = tmp_path_factory.mktemp("tiny") / "nvfp4"
-    make_tiny(path, format="nvfp4-modelopt", shape=SHAPE, seed=3)
-    return path
+    return write("nvfp4", format="nvfp4-modelopt")

@@ -20,7 +20,14 @@ import torch
 
 from vllm.checkpoint.tensors import TEXT_PREFIX, TensorSpec
 
-__all__ = ["ModelOptEncoder", "ModelOptMissing", "algorithm", "quantization_config"]
+__all__ = [
+    "ModelOptEncoder",
+    "ModelOptMissing",
+    "algorithm",
+    "check_ratio",
+    "expert_tensor_scale",
+    "quantization_config",
+]
 
 GROUP_SIZE = 16
 BLOCK = 128
@@ -51,13 +58,13 @@ class ModelOptMissing(ImportError):
     """nvidia-modelopt is not installed; the message says how to get it."""
 
 
-def algorithm(kind: str) -> str | None:
+def algorithm(kind: str, attention: str | None = "FP8_PB_WO") -> str | None:
     """Algorithm of a tensor by its `TensorSpec.kind`; None stays BF16 or F32."""
     family, _, module = kind.partition(".")
     if family == "expert":
         return "NVFP4"
     if family in ("kda", "mla") and module.endswith(("_proj", "_with_mqa")):
-        return "FP8_PB_WO"
+        return attention
     return None
 
 
@@ -84,7 +91,34 @@ def power_of_two_scale(amax: float) -> float:
     return 2.0 ** math.ceil(math.log2(amax / (E2M1_MAX * E4M3_MAX)))
 
 
-def quantization_config(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+def check_ratio(w3_scale_ratio: float) -> None:
+    """Raise ValueError unless the ratio of two tensor scales is one."""
+    if not (math.isfinite(w3_scale_ratio) and w3_scale_ratio > 0):
+        raise ValueError(f"w3_scale_ratio is {w3_scale_ratio}; it must be > 0.")
+
+
+def expert_tensor_scale(name: str, source: Callable[[str], torch.Tensor], w3_scale_ratio: float) -> float:
+    """NVFP4 tensor scale (multiplier) of one expert's weight.
+
+    A power of two that covers the weight's amax, for w1 and w3 the pair's.
+
+    Args:
+        name: Name of the unquantised weight.
+        source: Gives unquantised weights by name.
+        w3_scale_ratio: Scale of w3 over that of w1.
+    """
+    expert, _, part = name.removesuffix(".weight").rpartition(".")
+    if part == "w2":
+        return power_of_two_scale(source(name).abs().max().item())
+    amax = max(source(f"{expert}.{w}.weight").abs().max().item() for w in ("w1", "w3"))
+    # Whichever half has the smaller scale still covers the pair's amax.
+    w1 = power_of_two_scale(amax) * max(1.0, 1.0 / w3_scale_ratio)
+    return w1 if part == "w1" else w1 * w3_scale_ratio
+
+
+def quantization_config(
+    specs: Mapping[str, TensorSpec], attention: str | None = "FP8_PB_WO"
+) -> dict[str, Any]:
     """``quantization_config`` of ``config.json`` in the published layout.
 
     Routed experts have one key per bank, repeated under the spellings that loaders look
@@ -93,10 +127,11 @@ def quantization_config(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
 
     Args:
         specs: Unquantised tensors of the checkpoint by name.
+        attention: Algorithm of the attention linears; None excludes them.
     """
     layers: dict[str, dict[str, Any]] = {}
     for name, spec in specs.items():
-        algo = algorithm(spec.kind)
+        algo = algorithm(spec.kind, attention)
         module = name.removesuffix(".weight")
         if algo == "NVFP4":
             info = {"quant_algo": algo, "group_size": GROUP_SIZE}
@@ -110,12 +145,15 @@ def quantization_config(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
                 layers[f"{parent}.{fused}"] = {"quant_algo": algo}
     dense = {name[: name.index(".mlp.")] + ".mlp*" for name, spec in specs.items() if spec.kind.startswith("dense.")}
     vision = any(spec.kind.startswith("vision.") for spec in specs.values())
+    excluded = {*_EXCLUDED, *dense, *(_EXCLUDED_VISION if vision else ())}
+    if attention is None:
+        excluded.add("*.self_attn.*")
     return {
         "quant_method": "modelopt_mixed",
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": None,
         "group_size": GROUP_SIZE,
-        "exclude_modules": sorted({*_EXCLUDED, *dense, *(_EXCLUDED_VISION if vision else ())}),
+        "exclude_modules": sorted(excluded),
         "quantized_layers": layers,
     }
 
@@ -134,16 +172,16 @@ class ModelOptEncoder:
     Args:
         w3_scale_ratio: ``weight_scale_2`` of w3 over that of w1. The published file
             has 1; loaders must also cope with others.
+        attention: Algorithm of the attention linears; None leaves them BF16.
 
     Raises:
         ModelOptMissing: nvidia-modelopt cannot be imported.
         ValueError: The ratio is not positive.
     """
 
-    def __init__(self, w3_scale_ratio: float = 1.0) -> None:
-        if not (math.isfinite(w3_scale_ratio) and w3_scale_ratio > 0):
-            raise ValueError(f"w3_scale_ratio is {w3_scale_ratio}; it must be > 0.")
-        self.ratio = w3_scale_ratio
+    def __init__(self, w3_scale_ratio: float = 1.0, attention: str | None = "FP8_PB_WO") -> None:
+        check_ratio(w3_scale_ratio)
+        self.ratio, self.attention = w3_scale_ratio, attention
         self.nvfp4, self.fp8 = _quantisers()
 
     def __call__(self, name: str, spec: TensorSpec, source: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,7 +190,7 @@ class ModelOptEncoder:
         Raises:
             ValueError: An expert whose input width is no multiple of 16.
         """
-        algo = algorithm(spec.kind)
+        algo = algorithm(spec.kind, self.attention)
         if algo is None:
             return {name: source(name)}
         prefix = name.removesuffix("weight")
@@ -166,7 +204,7 @@ class ModelOptEncoder:
         if spec.shape[1] % GROUP_SIZE:
             raise ValueError(f"{name}: {spec.shape[1]} columns are no multiple of {GROUP_SIZE}.")
         weight = source(name).float()
-        scale = self._tensor_scale(name, source)
+        scale = expert_tensor_scale(name, source, self.ratio)
         tensor, block_scale, _ = self.nvfp4.quantize(weight, GROUP_SIZE, weights_scaling_factor_2=torch.tensor(scale))
         return {
             "weight": tensor._quantized_data,
@@ -174,15 +212,6 @@ class ModelOptEncoder:
             "weight_scale_2": torch.tensor(scale),
             "input_scale": torch.tensor(1.0),
         }
-
-    def _tensor_scale(self, name: str, source: Callable[[str], torch.Tensor]) -> float:
-        expert, _, part = name.removesuffix(".weight").rpartition(".")
-        if part == "w2":
-            return power_of_two_scale(source(name).abs().max().item())
-        amax = max(source(f"{expert}.{w}.weight").abs().max().item() for w in ("w1", "w3"))
-        # Whichever half has the smaller scale still covers the pair's amax.
-        w1 = power_of_two_scale(amax) * max(1.0, 1.0 / self.ratio)
-        return w1 if part == "w1" else w1 * self.ratio
 
     def _attention(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         tensor, scale = self.fp8.quantize(weight.float(), block_sizes={-2: BLOCK, -1: BLOCK})

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.checkpoint import compressed_layout
 from vllm.checkpoint.errors import CheckpointError, one_error
 from vllm.checkpoint.headers import Entry, read_headers
 from vllm.checkpoint.tensors import MULTIMODAL_ARCH, TEXT_ARCH, TEXT_PREFIX, TensorSpec, checkpoint_tensors
@@ -15,6 +16,9 @@ from vllm.model_executor.layers.quantization.utils import modelopt_names
 __all__ = ["check_before_serving", "check_checkpoint"]
 
 FLOATS = ("BF16", "F16", "F32")
+# Methods whose config compressed_layout reads, and how their layouts are marked here.
+COMPRESSED = ("compressed-tensors", "mxfp4")
+CT = "compressed-tensors "
 # What a checkpoint may hold beside the model: scales of the KV cache.
 BESIDE = ("k_scale", "v_scale")
 
@@ -53,12 +57,15 @@ def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, quantization: 
     _check_heads(folder, text, tensor_parallel_size)
     quant = _quantization_config(folder, config, text)
     _check_method(folder, quant, quantization)
-    method = (quant or {}).get("quant_method", "")
-    if quant is not None and not method.startswith("modelopt"):
+    method = str((quant or {}).get("quant_method", "modelopt"))
+    if method not in COMPRESSED and not method.startswith("modelopt"):
         read_headers(folder)  # other formats: files and index only
         return
     try:
-        algos = _algorithms(specs, quant or {})
+        if method in COMPRESSED:
+            algos = {name: f"{CT}{layout}" for name, layout in compressed_layout.layouts(specs, quant or {}).items()}
+        else:
+            algos = _algorithms(specs, quant or {})
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     problems = list(_compare(specs, algos, read_headers(folder), text["num_hidden_layers"]))
@@ -112,6 +119,8 @@ def _check_method(folder: Path, quant: Mapping[str, Any] | None, asked: str | No
         return
     found = quant.get("quant_method") if quant else None
     family = "modelopt" if str(found).startswith("modelopt") else found
+    if asked == "mxfp4" and (quant or {}).get("format") == "mxfp4-pack-quantized":
+        return  # vLLM serves the native file under that name
     if asked != found and not (family == "modelopt" and asked.startswith("modelopt")):
         raise CheckpointError(
             f"{folder}: --quantization {asked} contradicts the checkpoint, whose quant_method is {found!r}. "
@@ -140,9 +149,9 @@ def _algorithms(specs: Mapping[str, TensorSpec], quant: Mapping[str, Any]) -> di
         modelopt_names.check_algo(name, algo)
     found = {}
     for name, module in weights.items():
-        algo = modelopt_names.find_algo(module, table, {})
-        if algo is not None:
-            found[name] = algo
+        listed = modelopt_names.find_algo(module, table, {})
+        if listed is not None:
+            found[name] = listed
     modules = {modelopt_names.canonical_name(module) for module in weights.values()}
     modules |= {module[: module.index(".experts.")] + ".experts" for module in modules if ".experts." in module}
     for name in table:
@@ -155,9 +164,17 @@ def _algorithms(specs: Mapping[str, TensorSpec], quant: Mapping[str, Any]) -> di
     return found
 
 
-def _stored(name: str, spec: TensorSpec, algo: str | None) -> list[dict[str, tuple[tuple[str, ...], list[tuple]]]]:
-    """What a file holds for one weight: alternatives of name -> (dtypes, shapes)."""
+def _stored(
+    name: str, spec: TensorSpec, algo: str | None
+) -> list[dict[str, tuple[tuple[str, ...], list[tuple]]]] | None:
+    """What a file holds for one weight: alternatives of name -> (dtypes, shapes).
+
+    None for an algorithm whose tensors are not described here.
+    """
     prefix = name.removesuffix("weight")
+    if algo is not None and algo.startswith(CT):
+        only = compressed_layout.stored(name, spec, algo.removeprefix(CT))
+        return None if only is None else [only]
     if algo == "NVFP4":
         out, inp = spec.shape
         return [
@@ -174,24 +191,26 @@ def _stored(name: str, spec: TensorSpec, algo: str | None) -> list[dict[str, tup
             {**weight, f"{prefix}weight_scale": (("F32",), [(rows, 1, columns, 1), (rows, columns)])},
             {**weight, f"{prefix}weight_scale_inv": (("F32",), [(rows, columns)])},
         ]
-    return [{name: (FLOATS, [spec.shape])}]
+    return [{name: (FLOATS, [spec.shape])}] if algo is None else None
 
 
 def _compare(
     specs: Mapping[str, TensorSpec], algos: Mapping[str, str], entries: Mapping[str, Entry], layers: int
 ) -> Iterator[str]:
     """Problems of the stored tensors, one sentence each."""
-    taken = set()
-    optional = {name: ("F32",) for name in entries if name.endswith(".input_scale")}
+    taken: set[str] = set()
+    input_scales = {name.rpartition(".")[2] for name in entries if name.endswith(("input_scale", "input_global_scale"))}
     for name, spec in specs.items():
         algo = algos.get(name)
-        if algo not in (None, "NVFP4", "FP8_PB_WO"):
+        choices = _stored(name, spec, algo)
+        if choices is None:
             taken.update(n for n in entries if n.startswith(name.removesuffix("weight")))
             continue
-        choices = _stored(name, spec, algo)
         choice = next((c for c in choices if all(n in entries for n in c)), choices[0])
-        if algo == "NVFP4" and optional:
-            choice = {**choice, name.removesuffix("weight") + "input_scale": (("F32",), [(), (1,)])}
+        # A weight-only file has no input scales; any other has one for every expert.
+        input_scale = {"NVFP4": "input_scale", CT + "NVFP4": "input_global_scale"}.get(algo or "")
+        if input_scale in input_scales:
+            choice = {**choice, f"{name.removesuffix('weight')}{input_scale}": (("F32",), [(), (1,)])}
         says = f" (the config says {algo})" if algo else " (the config says not quantised)"
         for stored, (dtypes, shapes) in choice.items():
             taken.add(stored)

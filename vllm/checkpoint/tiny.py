@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vllm.checkpoint import modelopt, tiny_tokenizer, tiny_vision
+from vllm.checkpoint import compressed, modelopt, tiny_tokenizer, tiny_vision
 from vllm.checkpoint.errors import CheckpointError
 from vllm.checkpoint.tensors import (
     MULTIMODAL_ARCH,
@@ -31,9 +31,18 @@ from vllm.checkpoint.tensors import (
     checkpoint_tensors,
 )
 
-__all__ = ["FORMATS", "Summary", "TinyShape", "make_tiny", "source_tensor"]
+__all__ = ["ATTENTIONS", "FORMATS", "Summary", "TinyShape", "make_tiny", "source_tensor"]
 
-FORMATS = ("bf16", "nvfp4-modelopt")
+# Format -> whether the attention linears are block FP8 in the published layout.
+_FP8_ATTENTION = {
+    "bf16": False,
+    "nvfp4-modelopt": True,
+    "nvfp4-ct": False,
+    "mxfp4": False,
+    "fp8-block-ct": True,
+}
+FORMATS = tuple(_FP8_ATTENTION)
+ATTENTIONS = ("fp8", "bf16")
 ARCHITECTURES = {"text": TEXT_ARCH, "multimodal": MULTIMODAL_ARCH}
 MAX_SHARD_BYTES = 1 << 30
 DTYPE_BYTES = {"BF16": 2, "F32": 4}
@@ -303,6 +312,39 @@ def _encode_bf16(name: str, spec: TensorSpec, source: Callable[[str], torch.Tens
     return {name: source(name)}
 
 
+def _encoding(
+    format: str, attention: str | None, specs: Mapping[str, TensorSpec], w3_scale_ratio: float
+) -> tuple[Encoder, dict[str, Any] | None]:
+    """Encoder and ``quantization_config`` of a format.
+
+    Raises:
+        CheckpointError: Unknown names, a combination that no format has, or a
+            library that is missing.
+    """
+    if format not in FORMATS:
+        raise CheckpointError(f"format {format!r} is unknown; use one of {FORMATS}.")
+    if attention not in (None, *ATTENTIONS):
+        raise CheckpointError(f"attention {attention!r} is unknown; use one of {ATTENTIONS}.")
+    fp8 = _FP8_ATTENTION[format] if attention is None else attention == "fp8"
+    if (format, fp8) in (("bf16", True), ("fp8-block-ct", False)):
+        other = {"bf16": "fp8-block-ct", "fp8-block-ct": "bf16"}[format]
+        raise CheckpointError(f"format {format} with {attention} attention is the format {other}; ask for that.")
+    if format == "bf16":
+        return _encode_bf16, None
+    try:
+        if format == "nvfp4-modelopt":
+            algo = "FP8_PB_WO" if fp8 else None
+            return modelopt.ModelOptEncoder(w3_scale_ratio, algo), modelopt.quantization_config(specs, algo)
+        experts = {"nvfp4-ct": "NVFP4", "mxfp4": "MXFP4", "fp8-block-ct": None}[format]
+        algo = "FP8_BLOCK" if fp8 else None
+        return (
+            compressed.CompressedTensorsEncoder(experts, algo, w3_scale_ratio),
+            compressed.quantization_config(specs, experts, algo),
+        )
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+
+
 # --- writing --------------------------------------------------------------------------
 
 
@@ -395,6 +437,7 @@ def make_tiny(
     *,
     format: str = "bf16",
     arch: str = "text",
+    attention: str | None = None,
     shape: TinyShape | None = None,
     seed: int = 0,
     force: bool = False,
@@ -408,10 +451,12 @@ def make_tiny(
         out: Folder to create. It appears complete or not at all.
         format: One of `FORMATS`.
         arch: ``"text"`` or ``"multimodal"``.
+        attention: ``"fp8"`` (128x128 blocks, in the format's own dialect) or ``"bf16"``;
+            None takes the published layout of the format.
         shape: Sizes; the default has KDA+dense, KDA+MoE, MLA+MoE and KDA+MoE layers.
         seed: Equal seeds and shapes give equal bytes.
         force: Replace `out` if it is a checkpoint.
-        w3_scale_ratio: See `modelopt.ModelOptEncoder`; nvfp4-modelopt only.
+        w3_scale_ratio: See `modelopt.ModelOptEncoder`; NVFP4 only.
         max_shard_bytes: Upper bound of a shard's unquantised size; there are always at
             least two shards.
         progress: Show a progress bar on standard error.
@@ -422,20 +467,15 @@ def make_tiny(
     """
     shape = shape or TinyShape()
     shape.check()
-    if format not in FORMATS:
-        raise CheckpointError(f"format {format!r} is unknown; use one of {FORMATS}.")
+    if format == "mxfp4":
+        for name in ("latent", "expert_width"):
+            if getattr(shape, name) % 32:
+                raise CheckpointError(f"--{_flag(name)} is {getattr(shape, name)}; MXFP4 needs a multiple of 32.")
     if arch not in ARCHITECTURES:
         raise CheckpointError(f"arch {arch!r} is unknown; use one of {tuple(ARCHITECTURES)}.")
     config = model_config(shape, arch)
     specs = checkpoint_tensors(config)
-    encode: Encoder = _encode_bf16
-    quantisation: dict[str, Any] | None = None
-    if format == "nvfp4-modelopt":
-        try:
-            encode = modelopt.ModelOptEncoder(w3_scale_ratio)
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(str(error)) from error
-        quantisation = modelopt.quantization_config(specs)
+    encode, quantisation = _encoding(format, attention, specs, w3_scale_ratio)
 
     out = Path(out)
     summary = Summary(str(out), format, ARCHITECTURES[arch], seed)
@@ -468,7 +508,11 @@ def make_tiny(
             },
         )
         if quantisation is not None:
-            config["quantization_config"] = quantisation
+            # The native file has it in the text config, the others at the top.
+            holder = config["text_config"] if format == "mxfp4" and arch == "multimodal" else config
+            holder["quantization_config"] = quantisation
+        if format == "nvfp4-modelopt":
+            assert quantisation is not None
             _write_json(
                 work / "hf_quant_config.json",
                 {

@@ -230,19 +230,23 @@ def _mxfp4(stored: Mapping[str, Stored], prefix: str) -> Tensor:
 
 
 def _fp8_blocks(stored: Mapping[str, Stored], prefix: str) -> Tensor:
-    """FP8_PB_WO in both dialects: rank-4 `weight_scale`, rank-2 `weight_scale_inv`."""
+    """One multiplier per 128x128 block, in three dialects.
+
+    FP8_PB_WO: rank-4 `weight_scale` or rank-2 `weight_scale_inv`, F32;
+    compressed-tensors: rank-2 `weight_scale`, F32 or BF16.
+    """
     codes = stored[prefix + "weight"]
     rows, columns = (math.ceil(n / 128) for n in codes.shape)
-    name = prefix + "weight_scale"
-    shape: tuple[int, ...] = (rows, 1, columns, 1)
-    if name not in stored:
-        name, shape = prefix + "weight_scale_inv", (rows, columns)
-    if name not in stored:
+    found = [name for name in (prefix + "weight_scale", prefix + "weight_scale_inv") if name in stored]
+    if not found:
         raise CheckpointError(
             f"{codes.file}: {prefix}weight is F8_E4M3 but has neither weight_scale nor weight_scale_inv."
         )
-    _expect(stored[name], "F32", shape, name)
-    scale = stored[name].data.reshape(rows, columns)
+    entry = stored[found[0]]
+    rank_2 = entry.data.ndim == 2
+    dtype = "BF16" if rank_2 and entry.dtype == "BF16" else "F32"
+    _expect(entry, dtype, (rows, columns) if rank_2 else (rows, 1, columns, 1), found[0])
+    scale = entry.data.float().reshape(rows, columns)
     return E4M3[codes.data.long()] * spread(scale, codes.shape, 128, 128)
 
 
@@ -282,7 +286,7 @@ def dequantise(path: str | Path) -> dict[str, Tensor]:
 
     Scales disappear and ``weight_packed`` becomes ``weight``. Reads plain BF16, F16,
     F32; NVFP4 of ModelOpt (``weight_scale_2`` multiplies) and of compressed-tensors
-    (``weight_global_scale`` divides); MXFP4; FP8 in 128x128 blocks, both dialects.
+    (``weight_global_scale`` divides); MXFP4; FP8 in 128x128 blocks, three dialects.
 
     Raises:
         CheckpointError: Names, dtypes and shapes do not fit together.

@@ -32,7 +32,7 @@ _SHAPE_OPTIONS = (
 
 
 def _add_make_tiny(verbs: argparse._SubParsersAction) -> None:
-    from vllm.checkpoint.tiny import ARCHITECTURES, FORMATS, TinyShape
+    from vllm.checkpoint.tiny import ARCHITECTURES, ATTENTIONS, FORMATS, TinyShape
 
     parser = verbs.add_parser(
         "make-tiny",
@@ -45,6 +45,11 @@ def _add_make_tiny(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument("out", metavar="OUT", help="folder to create")
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0])
     parser.add_argument("--arch", choices=tuple(ARCHITECTURES), default="text")
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        help="block FP8 or BF16 attention linears (default: as the format is published)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a checkpoint")
     parser.add_argument("--json", action="store_true", help="end with the summary as one line of JSON")
@@ -79,6 +84,7 @@ def _make_tiny(args: argparse.Namespace) -> None:
             args.out,
             format=args.format,
             arch=args.arch,
+            attention=args.attention,
             shape=tiny.TinyShape(**sizes),
             seed=args.seed,
             force=args.force,

@@ -15,6 +15,9 @@ __all__ = ["CPUNvFp4LinearKernel", "check_linear_scales", "mark_linear_unloaded"
 
 _E4M3_NAN = 0x7F
 
+# ModelOpt's names of the tensor scales of weight and input.
+_MULTIPLIERS = ("weight_scale_2", "input_scale")
+
 
 class CPUNvFp4LinearKernel(NvFp4LinearKernel):
     """Dequantise the weight to the activation dtype, then an ordinary GEMM.
@@ -62,30 +65,37 @@ class CPUNvFp4LinearKernel(NvFp4LinearKernel):
         return F.linear(x, weight, bias)
 
 
-def mark_linear_unloaded(layer: torch.nn.Module) -> None:
+def mark_linear_unloaded(
+    layer: torch.nn.Module, names: tuple[str, ...] = _MULTIPLIERS
+) -> None:
     """Fill the scales of a freshly created NVFP4 linear layer with NaN."""
     layer.weight_scale.data.view(torch.uint8).fill_(_E4M3_NAN)
-    layer.weight_scale_2.data.fill_(float("nan"))
-    layer.input_scale.data.fill_(float("nan"))
+    for name in names:
+        getattr(layer, name).data.fill_(float("nan"))
 
 
-def check_linear_scales(layer: torch.nn.Module, activations: bool) -> None:
+def check_linear_scales(
+    layer: torch.nn.Module,
+    activations: bool,
+    names: tuple[str, ...] = _MULTIPLIERS,
+) -> None:
     """Check the scales of a loaded NVFP4 linear layer, and keep one per shard.
 
     Sets ``layer.weight_shard_scale`` (float32 ``[shards]``).
 
     Args:
-        layer: Layer with ``weight_scale`` (e4m3), ``weight_scale_2`` and
-            ``input_scale`` (float32 ``[shards]``).
+        layer: Layer with ``weight_scale`` (e4m3) and tensor scales (float32
+            ``[shards]``).
         activations: Whether the kernel quantises activations.
+        names: Tensor scales: the weight's and, unless the layer has none, the input's.
 
     Raises:
         ValueError: A tensor scale is missing, zero, NaN or infinite, or a block
             scale is missing or NaN.
     """
-    for name in ("weight_scale_2", "input_scale"):
+    for name in names:
         scale = getattr(layer, name).data.reshape(-1)
-        if name == "input_scale" and not activations and bool(scale.isnan().all()):
+        if name != names[0] and not activations and bool(scale.isnan().all()):
             continue
         for shard, value in enumerate(scale.tolist()):
             if value == 0 or value != value or abs(value) == float("inf"):
@@ -100,4 +110,4 @@ def check_linear_scales(layer: torch.nn.Module, activations: bool) -> None:
             f"{layer.prefix}.weight_scale: missing or NaN, expected one finite e4m3 "
             "scale per 16 columns. Re-export the checkpoint."
         )
-    layer.weight_shard_scale = layer.weight_scale_2.data.clone()
+    layer.weight_shard_scale = getattr(layer, names[0]).data.clone()

@@ -38,9 +38,19 @@ logger = init_logger(__name__)
 __all__ = [
     "CPUNvFp4EmulationExperts",
     "CPUNvFp4Experts",
+    "DIVISORS",
+    "MULTIPLIERS",
+    "SHARDS",
     "check_expert_scales",
+    "expert_tensor_name",
     "mark_scales_unloaded",
+    "unpadded_width",
 ]
+
+# The tensor scales of weight and input, by dialect: ModelOpt's multiply,
+# compressed-tensors' divide.
+MULTIPLIERS = ("weight_scale_2", "input_scale")
+DIVISORS = ("weight_global_scale", "input_global_scale")
 
 
 class CPUNvFp4Experts(CPUTorchExperts):
@@ -102,7 +112,7 @@ class CPUNvFp4Experts(CPUTorchExperts):
         Raises:
             ValueError: The unpadded width cuts a block of 16 columns in two.
         """
-        width = _unpadded_width(layer)
+        width = unpadded_width(layer, "NVFP4", NVFP4_BLOCK)
         padded = layer.w2_weight.shape[-1] * 2
         if width == padded:
             return
@@ -143,37 +153,47 @@ class CPUNvFp4EmulationExperts(CPUNvFp4Experts):
 
 _UNLOADED_E4M3 = 0x7F  # e4m3's NaN
 
-def _unpadded_width(layer: "RoutedExperts") -> int:
-    """Return the part of a rank's expert width that the file fills."""
+SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
+
+
+def unpadded_width(layer: "RoutedExperts", kind: str, block: int) -> int:
+    """Return the part of a rank's expert width that the file fills.
+
+    Raises:
+        ValueError: It is no multiple of the format's block.
+    """
     width = layer.moe_config.intermediate_size_per_partition_unpadded
     assert width is not None
-    if width % NVFP4_BLOCK:
+    if width % block:
         raise ValueError(
             f"{layer.layer_name}: a rank's expert width {width} is no multiple of the "
-            f"NVFP4 block {NVFP4_BLOCK}, so ranks would share a block scale. Use a "
+            f"{kind} block {block}, so ranks would share a block scale. Use a "
             "smaller tensor-parallel size or expert parallelism."
         )
     return width
 
 
-_SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
-
-
-def mark_scales_unloaded(layer: "RoutedExperts") -> None:
+def mark_scales_unloaded(
+    layer: "RoutedExperts", names: tuple[str, str] = MULTIPLIERS
+) -> None:
     """Fill every scale of freshly created NVFP4 experts with NaN.
 
     What the checkpoint does not write stays NaN and is found by
     :func:`check_expert_scales`.
     """
-    for bank in _SHARDS:
+    for bank in SHARDS:
         getattr(layer, f"{bank}_weight_scale").data.view(torch.uint8).fill_(
             _UNLOADED_E4M3
         )
-        for name in ("weight_scale_2", "input_scale"):
+        for name in names:
             getattr(layer, f"{bank}_{name}").data.fill_(float("nan"))
 
 
-def check_expert_scales(layer: "RoutedExperts", activations: bool) -> None:
+def check_expert_scales(
+    layer: "RoutedExperts",
+    activations: bool,
+    names: tuple[str, str] = MULTIPLIERS,
+) -> None:
     """Check the scales of loaded NVFP4 experts.
 
     Tensor scales must be finite and not zero. A block scale may be zero but not
@@ -181,19 +201,20 @@ def check_expert_scales(layer: "RoutedExperts", activations: bool) -> None:
     activations are quantised; they may not be missing for some experts only.
 
     Args:
-        layer: Experts with ``w{13,2}_weight_scale`` (e4m3), ``w{13,2}_weight_scale_2``
-            and ``w{13,2}_input_scale`` (float32), as loaded.
+        layer: Experts with ``w{13,2}_weight_scale`` (e4m3) and two tensor scales
+            (float32) per bank, as loaded.
         activations: Whether the backend quantises activations.
+        names: What the dialect calls the tensor scales of weight and input.
 
     Raises:
         ValueError: Naming the first wrong or missing tensor, or the width when it
             cuts a block in two.
     """
-    width = _unpadded_width(layer)
-    for bank, shards in _SHARDS.items():
-        for name in ("weight_scale_2", "input_scale"):
+    width = unpadded_width(layer, "NVFP4", NVFP4_BLOCK)
+    for bank, shards in SHARDS.items():
+        for name in names:
             scale = getattr(layer, f"{bank}_{name}").data.view(-1, len(shards))
-            optional = name == "input_scale" and not activations
+            optional = name == names[1] and not activations
             if optional and bool(scale.isnan().all()):
                 continue
             wrong = (~scale.isfinite() | (scale == 0)).nonzero()
@@ -201,13 +222,13 @@ def check_expert_scales(layer: "RoutedExperts", activations: bool) -> None:
                 expert, shard = wrong[0].tolist()
                 found = scale[expert, shard].item()
                 raise ValueError(
-                    f"{_name(layer, expert, shards[shard], name)}: "
+                    f"{expert_tensor_name(layer, expert, shards[shard], name)}: "
                     + ("missing" if found != found else f"found {found}")
                     + f", expected a finite factor other than 0 ({len(wrong)} such in "
                     "this layer). Re-export the checkpoint"
                     + (
                         ", or run the experts weight-only (without --moe-backend)."
-                        if activations and name == "input_scale"
+                        if activations and name == names[1]
                         else "."
                     )
                 )
@@ -221,13 +242,15 @@ def check_expert_scales(layer: "RoutedExperts", activations: bool) -> None:
             if bool(missing.any()):
                 shard = shards[int(missing.int().argmax())]
                 raise ValueError(
-                    f"{_name(layer, expert, shard, 'weight_scale')}: missing or NaN, "
+                    f"{expert_tensor_name(layer, expert, shard, 'weight_scale')}: missing or NaN, "
                     "expected one finite e4m3 scale per 16 columns. Re-export the "
                     "checkpoint."
                 )
 
 
-def _name(layer: "RoutedExperts", expert: int, shard: str, tensor: str) -> str:
+def expert_tensor_name(
+    layer: "RoutedExperts", expert: int, shard: str, tensor: str
+) -> str:
     """Name a tensor as the checkpoint does, with the global expert number."""
     local = layer.expert_map
     if local is not None:

@@ -3,11 +3,13 @@
 import torch
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEQuantConfig,
     nvfp4_w4a16_moe_quant_config,
 )
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import RoutedExperts
 from vllm.model_executor.layers.fused_moe.situ import check_situ_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 from vllm.platforms import current_platform
@@ -61,11 +63,30 @@ def convert_to_nvfp4_moe_kernel_format(
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
     w2_scale_2: torch.Tensor,
+    layer: RoutedExperts,
+    a13_scale: torch.Tensor,
+    a2_scale: torch.Tensor,
 ):
     # fork: at start
     if nvfp4_backend == NvFp4MoeBackend.CPU:
         # Read as stored, weight-only: input scales have no use.
         return w13, w13_scale, w13_scale_2, None, w2, w2_scale, w2_scale_2, None
+    # One scale for the experts of all ranks, as a single rank has for all of them.
+    # fork: instead-of a13_scale[-1]
+    a13_scale = 1.0 / _largest_on_expert_ranks(layer, a13_scale)  # noqa: F841
+    # fork: instead-of a2_scale[-1]
+    a2_scale = 1.0 / _largest_on_expert_ranks(layer, a2_scale)  # noqa: F841
+
+
+def _largest_on_expert_ranks(
+    layer: RoutedExperts, scale: torch.Tensor
+) -> torch.Tensor:
+    """Return the largest value of a tensor over all expert-parallel ranks."""
+    largest = scale.max().to(torch.float32)
+    if layer.moe_config.moe_parallel_config.ep_size > 1:
+        group = get_ep_group().device_group
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+    return largest
 
 
 # fork: edit a18573c91ec4

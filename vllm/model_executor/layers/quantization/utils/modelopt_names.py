@@ -24,6 +24,7 @@ __all__ = [
     "is_excluded",
     "map_patterns",
     "shards_of",
+    "spellings",
 ]
 
 # Longest first.
@@ -59,6 +60,16 @@ def canonical_name(name: str) -> str:
             return canonical_name(name[len(root) :])
     parts = (_SPELLINGS[0] if p in _SPELLINGS else p for p in name.split("."))
     return ".".join(parts)
+
+
+def spellings(canonical: str) -> list[str]:
+    """Return every name that has this canonical name."""
+    parts = canonical.split(".")
+    inner = dict.fromkeys(
+        ".".join(spelling if p == _SPELLINGS[0] else p for p in parts)
+        for spelling in _SPELLINGS
+    )
+    return [root + name for root in (*_ROOTS, "") for name in inner]
 
 
 def canonical_table(layers: Mapping[str, Mapping]) -> dict[str, str]:
@@ -221,11 +232,7 @@ def is_excluded(
 
 @lru_cache(maxsize=65536)
 def _matches(canonical: str, patterns: tuple[str, ...]) -> bool:
-    names = [
-        root + ".".join(spelling if p == _SPELLINGS[0] else p for p in canonical.split("."))
-        for root in (*_ROOTS, "")
-        for spelling in _SPELLINGS
-    ]
+    names = spellings(canonical)
     for pattern in patterns:
         if pattern.startswith("re:"):
             regex = re.compile(pattern[3:])

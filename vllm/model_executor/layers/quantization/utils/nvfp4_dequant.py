@@ -11,7 +11,7 @@ An NVFP4 weight ``[rows, cols]`` is stored as
 
 import torch
 
-__all__ = ["NVFP4_BLOCK", "dequantize_nvfp4"]
+__all__ = ["NVFP4_BLOCK", "dequantize_nvfp4", "unpack_e2m1"]
 
 NVFP4_BLOCK = 16
 
@@ -28,6 +28,12 @@ def _byte_table() -> torch.Tensor:
 
 # One gather of 8 bytes per packed byte: about twice as fast as two nibble lookups.
 _PAIRS = _byte_table()
+
+
+def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values ``[rows, cols]`` of uint8 ``[rows, cols / 2]``."""
+    values = _PAIRS.index_select(0, packed.flatten().int()).view(torch.float32)
+    return values.view(packed.shape[0], -1)
 
 
 def dequantize_nvfp4(
@@ -68,6 +74,6 @@ def dequantize_nvfp4(
             f"{block_scale.dtype} {tuple(block_scale.shape)}."
         )
     scale = block_scale.float() * tensor_scale
-    values = _PAIRS.index_select(0, packed.flatten().int()).view(torch.float32)
-    values = values.view(rows, blocks, NVFP4_BLOCK).mul_(scale.unsqueeze(-1))
+    values = unpack_e2m1(packed).view(rows, blocks, NVFP4_BLOCK)
+    values.mul_(scale.unsqueeze(-1))
     return values.view(rows, 2 * half).to(out_dtype)

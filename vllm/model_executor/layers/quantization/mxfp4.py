@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+
+import torch
+
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.experts.cpu_mxfp4_moe import (
+    finish_mxfp4_experts,
+    mark_mxfp4_unloaded,
+)
+from vllm.platforms import current_platform
+
+
+# fork: extend
+class Mxfp4Config:
+    # fork: edit 6f1b2ddd32c6
+    def get_supported_act_dtypes(cls, upstream) -> list[torch.dtype]:
+        # fork: instead-of return
+        return [*upstream, torch.float32] if current_platform.is_cpu() else upstream
+
+
+# fork: extend
+class Mxfp4MoEMethod:
+    # fork: edit 5538a4fdc272
+    def create_weights(self, layer: RoutedExperts):
+        # fork: at end
+        if current_platform.is_cpu():
+            mark_mxfp4_unloaded(layer)
+
+    # fork: edit 7ee2b081a4b7
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        # fork: at start
+        if current_platform.is_cpu():
+            finish_mxfp4_experts(layer)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dequantisation of packed MXFP4 weights in plain torch.
+
+An MXFP4 weight ``[rows, cols]`` is stored as
+
+- ``packed``: uint8 ``[rows, cols / 2]``, two e2m1 codes per byte, the low
+  nibble holding the even column;
+- ``block_scale``: e8m0 ``[rows, cols / 32]``: code c is ``2 ** (c - 127)``, 255 NaN.
+"""
+
+import torch
+
+from vllm.model_executor.layers.quantization.utils.nvfp4_dequant import unpack_e2m1
+
+__all__ = ["E8M0_NAN", "MXFP4_BLOCK", "dequantize_mxfp4"]
+
+MXFP4_BLOCK = 32
+E8M0_NAN = 0xFF
+
+
+def dequantize_mxfp4(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    out_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return ``e2m1 * 2 ** (code - 127)``, which float32 and bfloat16 hold exactly.
+
+    Args:
+        packed: uint8 ``[rows, cols / 2]``.
+        block_scale: uint8 (read as e8m0 bits) or e8m0 ``[rows, cols / 32]``.
+        out_dtype: Result dtype.
+
+    Returns:
+        ``[rows, cols]`` in ``out_dtype``.
+
+    Raises:
+        ValueError: The shapes or dtypes do not form an MXFP4 weight.
+    """
+    rows, half = packed.shape
+    blocks = half * 2 // MXFP4_BLOCK
+    if packed.dtype != torch.uint8 or half * 2 % MXFP4_BLOCK:
+        raise ValueError(
+            f"MXFP4 weight: expected packed uint8 with a multiple of {MXFP4_BLOCK} "
+            f"columns, found {packed.dtype} {tuple(packed.shape)}."
+        )
+    if block_scale.dtype == torch.uint8:
+        block_scale = block_scale.view(torch.float8_e8m0fnu)
+    if block_scale.dtype != torch.float8_e8m0fnu or block_scale.shape != (rows, blocks):
+        raise ValueError(
+            f"MXFP4 block scale: expected e8m0 {(rows, blocks)}, found "
+            f"{block_scale.dtype} {tuple(block_scale.shape)}."
+        )
+    values = unpack_e2m1(packed).view(rows, blocks, MXFP4_BLOCK)
+    values.mul_(block_scale.float().unsqueeze(-1))
+    return values.view(rows, 2 * half).to(out_dtype)
