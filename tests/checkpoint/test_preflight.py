@@ -212,7 +212,7 @@ def test_what_is_not_ours_passes_unread(tmp_path):
 def serve(folder, *options):
     env = dict(os.environ, HF_HUB_OFFLINE="1")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *options]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, start_new_session=True)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, start_new_session=True)
 
 
 @pytest.mark.parametrize(
