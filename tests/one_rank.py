@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fixture for layers that ask for process groups; the folders that use it import it."""
-
-import socket
+"""Process groups of one rank, for layers and models that are built without an engine."""
 
 import pytest
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    """A vLLM config and one-rank process groups, for layers that ask for them."""
+def one_rank_groups(config) -> None:
+    """Makes the groups once a process; later calls find them, whatever size a test has patched in meanwhile."""
     import torch
 
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = VllmConfig()
+    if parallel_state.model_parallel_is_initialized():
+        return
+    store = torch.distributed.HashStore()  # in this process: no port to collide on
     with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            address = f"tcp://127.0.0.1:{port}"
-            parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
-        parallel_state.ensure_model_parallel_initialized(1, 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.init_distributed_environment(1, 0, "", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """The groups, and a vLLM config that stays current while the module's tests run."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config = VllmConfig()
+    one_rank_groups(config)
+    with set_current_vllm_config(config):
         yield config

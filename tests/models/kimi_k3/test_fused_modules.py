@@ -4,13 +4,12 @@
 import json
 
 import pytest
-import torch
 
+from tests.one_rank import one_rank_groups
 from vllm.checkpoint import fused_modules as fused
 from vllm.checkpoint.tensors import checkpoint_tensors
 from vllm.checkpoint.tiny import make_tiny
 from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.utils.modelopt_names import shards_of
@@ -24,12 +23,8 @@ def built(tmp_path_factory):
     path = tmp_path_factory.mktemp("fused") / "tiny"
     make_tiny(path, format="nvfp4-modelopt")
     config = EngineArgs(model=str(path), dtype="float32").create_engine_config()
-    store = torch.distributed.HashStore()
+    one_rank_groups(config)
     with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-            parallel_state.init_distributed_environment(1, 0, "", 0, "gloo")
-        parallel_state.ensure_model_parallel_initialized(1, 1)
         model = initialize_model(vllm_config=config)
     return model, config, json.loads((path / "config.json").read_text())
 
