@@ -12,7 +12,10 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_nvfp4_moe import (
     check_expert_scales,
     mark_scales_unloaded,
 )
-from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import (
+    NvFp4MoeBackend,
+    scales_gate_and_up_apart,
+)
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.block_fp8_linear import (
     BlockFp8LinearMethod,
@@ -108,7 +111,7 @@ class ModelOptNvFp4FusedMoE:
             )
         # fork: drop if
         # fork: instead-of w13_weight_scale_2
-        if current_platform.is_cpu():  # its experts scale gate and up apart
+        if scales_gate_and_up_apart(self.nvfp4_backend):
             w13_weight_scale_2 = layer.w13_weight_scale_2
         elif self.moe.is_act_and_mul:
             w13_weight_scale_2 = share_w13_tensor_scale(

@@ -10,6 +10,7 @@ and reads the packed weights in a layout made for the tensor cores' register ope
 import torch
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -33,6 +34,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kNvfp4Static,
 )
 from vllm.platforms import current_platform
+
+logger = init_logger(__name__)
 
 __all__ = ["NvFp4SituSm90Experts", "pack_nvfp4_situ_sm90"]
 
@@ -115,17 +118,22 @@ class NvFp4SituSm90Experts(mk.FusedMoEExpertsModular):
         activation_key: QuantKey | None,
         activation_format: mk.FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
-        if moe_config.in_dtype != torch.bfloat16:
-            return (
-                False,
-                f"kernel takes bfloat16 activations, not {moe_config.in_dtype}",
-            )
-        width = moe_config.intermediate_size_per_partition
-        if width % 16:
-            return False, f"a rank's expert width {width} is no multiple of 16"
-        return mk.FusedMoEExpertsModular.is_supported_config(
+        supported, reason = mk.FusedMoEExpertsModular.is_supported_config(
             cls, moe_config, weight_key, activation_key, activation_format
         )
+        width = moe_config.intermediate_size_per_partition
+        if supported and moe_config.in_dtype != torch.bfloat16:
+            supported = False
+            reason = f"kernel takes bfloat16 activations, not {moe_config.in_dtype}"
+        elif supported and width % 16:
+            supported, reason = False, f"expert width {width} is no multiple of 16"
+        hopper = NvFp4SituSm90Experts._supports_current_device()
+        if hopper and moe_config.activation == MoEActivation.SITU:
+            if supported:
+                reason = "Hopper has no FP4 arithmetic: BF16 products, faster than Marlin"
+            verb = "taken" if supported else "not taken"
+            logger.info_once("SITU_SM90 NVFP4 experts %s: %s.", verb, reason)
+        return supported, None if supported else reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Compile and load the kernels; the weights are packed by then."""

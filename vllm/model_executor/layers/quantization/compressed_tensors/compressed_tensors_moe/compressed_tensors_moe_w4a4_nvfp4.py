@@ -8,7 +8,10 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_nvfp4_moe import (
     check_expert_scales,
     mark_scales_unloaded,
 )
-from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import (
+    NvFp4MoeBackend,
+    scales_gate_and_up_apart,
+)
 from vllm.model_executor.layers.quantization.utils.nvfp4_tensor_scale import (
     share_w13_tensor_scale,
 )
@@ -36,7 +39,7 @@ class CompressedTensorsW4A4Nvfp4MoEMethod:
             )
         # fork: drop if
         # fork: instead-of w13_weight_global_scale
-        if current_platform.is_cpu():  # its experts scale gate and up apart
+        if scales_gate_and_up_apart(self.nvfp4_backend):
             w13_weight_global_scale = layer.w13_weight_global_scale
         elif self.moe.is_act_and_mul:
             # The largest scale is the smallest divisor.

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which NVFP4 experts run on Hopper, and what loading hands to them.
+
+The real choice, loading and conversion run here; what needs the card is left out.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.moe.test_cpu_compressed_experts import compressed_nvfp4, divided
+from tests.kernels.moe.test_cpu_experts import BETA, LINEAR_BETA, Bank, decode, load, make_layer, nvfp4
+from vllm.model_executor.layers.fused_moe.experts import nvfp4_situ_sm90 as sm90
+from vllm.model_executor.layers.fused_moe.experts.nvfp4_situ_sm90_layout import (
+    dequantize_packed,
+    down_rows,
+    gate_up_rows,
+)
+from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
+from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as compressed,
+)
+from vllm.platforms import current_platform
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="stands in for a card")
+
+SITU_SM90 = oracle.NvFp4MoeBackend.SITU_SM90
+WIDTH, HIDDEN, EXPERTS = 96, 128, 3
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The code that chooses and loads takes this host for one with a Hopper card."""
+    card = SimpleNamespace(is_cpu=lambda: False)
+    for module in (oracle, modelopt, compressed):
+        monkeypatch.setattr(module, "current_platform", card)
+    monkeypatch.setattr(sm90.NvFp4SituSm90Experts, "_supports_current_device", staticmethod(lambda: True))
+    monkeypatch.setattr(sm90, "prepare_kernels", lambda *_: None)
+
+
+def build(config, quant, **kwargs):
+    return make_layer(config, EXPERTS, HIDDEN, WIDTH, quant=quant, **{"dtype": torch.bfloat16} | kwargs)
+
+
+@pytest.mark.parametrize("backend", ["auto", "situ_sm90"])
+@pytest.mark.parametrize("quant", [nvfp4, compressed_nvfp4])
+def test_situ_on_hopper_takes_its_own_kernel(one_rank, hopper, quant, backend):
+    method = build(one_rank, quant(), backend=backend).quant_method
+    assert method.nvfp4_backend == SITU_SM90
+    assert method.experts_cls is sm90.NvFp4SituSm90Experts
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        ({"activation": "silu"}, "activation"),
+        ({"dtype": torch.float16}, "float16"),
+        ({"dtype": torch.float32}, "float32"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused_by_name(one_rank, hopper, change, reason):
+    with pytest.raises(ValueError, match=f"SITU_SM90.*{reason}"):
+        build(one_rank, nvfp4(), backend="situ_sm90", **change)
+
+
+def test_a_backend_without_situ_is_refused_by_name(one_rank, hopper):
+    with pytest.raises(ValueError, match="VLLM_CUTLASS"):
+        build(one_rank, nvfp4(), backend="cutlass")
+
+
+def test_the_choice_is_logged_with_its_reason(one_rank, hopper, monkeypatch):
+    said = []
+    monkeypatch.setattr(sm90.logger, "info_once", lambda text, *args: said.append(text % args))
+    build(one_rank, nvfp4())
+    assert any("SITU_SM90" in line and "no FP4" in line for line in said)
+    with pytest.raises(ValueError):
+        build(one_rank, nvfp4(), backend="situ_sm90", dtype=torch.float16)
+    assert "not taken" in said[-1] and "float16" in said[-1]
+    monkeypatch.setattr(sm90.NvFp4SituSm90Experts, "_supports_current_device", staticmethod(lambda: False))
+    count = len(said)
+    with pytest.raises(ValueError, match="SITU_SM90"):
+        build(one_rank, nvfp4(), backend="situ_sm90")
+    assert len(said) == count
+
+
+@pytest.mark.parametrize("compressed_file", [False, True])
+def test_loading_packs_codes_and_keeps_every_tensor_scale(one_rank, hopper, compressed_file):
+    """w1 and w3 scaled 1, 2, 5 and 1, 4, 3: an expert whose halves share a scale is another model."""
+    scales = {"w1": (1.0, 2.0, 5.0), "w3": (1.0, 4.0, 3.0), "w2": (0.5, 3.0, 7.0)}
+    bank = Bank(EXPERTS, HIDDEN, WIDTH, scales=lambda e, shard: scales[shard][e])
+    layer = build(one_rank, compressed_nvfp4() if compressed_file else nvfp4())
+    load(layer, divided(bank) if compressed_file else bank.file())
+
+    experts = layer.quant_method.moe_kernel.fused_experts
+    alphas = torch.tensor([scales["w1"], scales["w3"]]).T
+    torch.testing.assert_close(experts.g1_alphas, alphas, rtol=1e-6, atol=0)
+    torch.testing.assert_close(experts.g2_alphas, torch.tensor(scales["w2"]), rtol=1e-6, atol=0)
+    assert experts.activation_config.activation_situ_beta == BETA
+    assert experts.activation_config.activation_situ_linear_beta == LINEAR_BETA
+
+    padded = WIDTH + -WIDTH % 128
+    for expert in range(EXPERTS):
+        w13 = dequantize_packed(layer.w13_weight[expert], experts.w1_scale[expert], gate_up_rows(padded))
+        w2 = dequantize_packed(layer.w2_weight[expert], experts.w2_scale[expert], down_rows(HIDDEN))
+        for held, shard in ((w13[:WIDTH], "w1"), (w13[padded : padded + WIDTH], "w3"), (w2[:, :WIDTH], "w2")):
+            codes, block, _ = bank.tensors[expert, shard]
+            assert torch.equal(held.double(), decode(codes, block, 1.0) + 0.0), (expert, shard)
+
+
+def test_moving_an_expert_moves_all_that_belongs_to_it(one_rank, hopper):
+    """PUBLIC_CASES 33: what re-arrangement permutes is what the kernel reads."""
+    bank = Bank(EXPERTS, HIDDEN, WIDTH, scales=lambda e, shard: 2.0 ** (e + len(shard)))
+    layer = load(build(one_rank, nvfp4()), bank.file())
+    experts = layer.quant_method.moe_kernel.fused_experts
+    read = [layer.w13_weight, layer.w2_weight, experts.w1_scale, experts.w2_scale, experts.g1_alphas, experts.g2_alphas]
+    before = [t.clone() for t in read]
+    moved = list(layer.get_expert_weights())
+    assert all(t.shape[0] == EXPERTS and t.is_contiguous() for t in moved)
+    for tensor in moved:
+        tensor.copy_(tensor[[2, 1, 0]].clone())
+    for tensor, old in zip(read, before):
+        assert torch.equal(tensor.view(torch.uint8), old[[2, 1, 0]].view(torch.uint8))
