@@ -37,7 +37,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.quantization import block_fp8_linear
 from vllm.model_executor.layers.quantization.block_fp8_linear import choose_block_fp8_kernel
 from vllm.model_executor.layers.quantization.modelopt import ModelOptKVCacheMethod
-from vllm.model_executor.layers.quantization.utils.block_scale_layout import Placement, place_span
+from vllm.model_executor.layers.quantization.utils.block_scale_layout import place_span
 from vllm.models.kimi_k3.cpu.linear import KimiLinearForCausalLM
 from vllm.platforms import current_platform
 
@@ -450,7 +450,7 @@ def padding_at_the_tail_only(patch):
         weight = layer.weight.data
         scale = getattr(layer, state.scale_name).data[::BLOCK, :-1]
         rows, missing = len(weight), -len(weight) % BLOCK
-        state.rows = [Placement(0, 0, rows, rows + missing, ())]
+        state.rows = [range(rows)]
         padded = torch.cat((weight.view(torch.uint8), torch.zeros(missing, weight.shape[1], dtype=torch.uint8)))
         return padded.view(weight.dtype), scale.contiguous()
 

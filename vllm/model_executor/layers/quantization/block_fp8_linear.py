@@ -18,7 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+import vllm.envs as envs
+from vllm.logger import init_logger
+from vllm.model_executor.kernels.linear import (
+    _get_linear_backend,
+    init_fp8_linear_kernel,
+)
 from vllm.model_executor.kernels.linear.scaled_mm import (
     Fp8BlockScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
@@ -26,6 +31,9 @@ from vllm.model_executor.kernels.linear.scaled_mm import (
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu_dequant import (
     CPUFp8BlockDequantKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.hopper_block_fp8 import (
+    HopperFp8BlockScaledMMKernel,
 )
 from vllm.model_executor.layers.linear import LinearMethodBase, ReplicatedLinear
 from vllm.model_executor.layers.quantization.utils.block_fp8_dequant import (
@@ -47,6 +55,8 @@ from vllm.platforms import current_platform
 
 __all__ = ["BLOCK", "BlockFp8LinearMethod", "choose_block_fp8_kernel"]
 
+logger = init_logger(__name__)
+
 BLOCK = 128
 
 _E4M3_NAN = 0x7F  # marks weights that nothing has loaded
@@ -60,7 +70,7 @@ class BlockFp8State:
 
     Attributes:
         columns: Placement of the rank's input columns in blocks.
-        rows: Placement of each partition, set after loading.
+        rows: Where each partition lies among the padded rows, set after loading.
         scale_name: The name under which the file holds the scale.
         widening: Partitions that no tensor fills; they only widen the output.
         packed: Whether the kernel has replaced the weight by a form of its own.
@@ -70,7 +80,7 @@ class BlockFp8State:
 
     columns: Placement
     scale_name: str | None = None
-    rows: list[Placement] | None = None
+    rows: list[range] | None = None
     widening: frozenset[int] = frozenset()
     packed: bool = True
     unpacked: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -95,7 +105,9 @@ def choose_block_fp8_kernel(
 ) -> Any:
     """Choose the GEMM for a weight of ``weight_shape``, padding included.
 
-    On CPU: the AMX kernel for BF16 on hosts that have AMX, else plain torch.
+    On CPU: the AMX kernel for BF16 on hosts that have AMX, else plain torch. On
+    Hopper: a kernel of our own for few tokens, with CUTLASS for more, unless
+    ``--linear-backend`` names another or batch invariance is asked for.
 
     Raises:
         ValueError: No kernel fits.
@@ -106,17 +118,22 @@ def choose_block_fp8_kernel(
     weight_key = create_fp8_quant_key(
         static=True, group_shape=GroupShape(BLOCK, BLOCK)
     )
+    config = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=weight_key,
+        activation_quant_key=activation_key,
+        weight_shape=weight_shape,
+        input_dtype=dtype,
+        out_dtype=dtype,
+    )
     if current_platform.is_cpu():
         amx, _ = CPUFp8BlockScaledMMKernel.is_supported()
         if not amx or dtype != torch.bfloat16:
-            config = FP8ScaledMMLinearLayerConfig(
-                weight_quant_key=weight_key,
-                activation_quant_key=activation_key,
-                weight_shape=weight_shape,
-                input_dtype=dtype,
-                out_dtype=dtype,
-            )
             return CPUFp8BlockDequantKernel(config)
+    if _get_linear_backend() == "auto" and not envs.VLLM_BATCH_INVARIANT:
+        hopper = HopperFp8BlockScaledMMKernel
+        if hopper.is_supported()[0] and hopper.can_implement(config)[0]:
+            logger.info_once("Selected %s for %s", hopper.__name__, module_name)
+            return hopper(config)
     return init_fp8_linear_kernel(
         activation_quant_key=activation_key,
         weight_quant_key=weight_key,
@@ -231,6 +248,8 @@ class BlockFp8LinearMethod(LinearMethodBase):
         assert self.kernel is not None
         y = self.kernel.apply_weights(layer, x, None)
         y = _crop(y, state.rows, dim=-1)
+        if not getattr(layer, "output_is_split", False):
+            y = y.contiguous()
         return y if bias is None else y + bias
 
     def dequantized_weight(
@@ -283,12 +302,19 @@ def _planned_rows(
     return sum(p.padded_rows for p in placed)
 
 
-def _crop(y: torch.Tensor, rows: list[Placement], dim: int) -> torch.Tensor:
-    """Drop padding from a tensor whose ``dim`` runs over the padded rows."""
-    if sum(p.rows for p in rows) == y.shape[dim]:
-        return y
-    parts = [y.narrow(dim, p.offset + p.lead, p.rows) for p in rows]
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+def _crop(y: torch.Tensor, rows: list[range], dim: int) -> torch.Tensor:
+    """Drop padding from a tensor whose ``dim`` runs over the padded rows.
+
+    The result is a view where nothing lies between the partitions.
+    """
+    runs: list[range] = []
+    for span in rows:
+        if runs and runs[-1].stop == span.start:
+            runs[-1] = range(runs[-1].start, span.stop)
+        else:
+            runs.append(span)
+    parts = [y.narrow(dim, run.start, len(run)) for run in runs]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _source_rows(layer: torch.nn.Module, shard_id: Any) -> int | None:
@@ -412,6 +438,7 @@ def _lay_out(
     first = offset = 0
     for index, width in enumerate(layer.logical_widths):
         rows = slice(first, first + width)
+        first += width
         number, values = staged[rows, -1], staged[rows, :-1]
         zeroed = not weight[rows].view(torch.uint8).any()
         if index in state.widening or (bool(number.isnan().all()) and zeroed):
@@ -419,24 +446,27 @@ def _lay_out(
             state.widening |= {index}
             weight[rows].view(torch.uint8).zero_()
             number, values = torch.zeros_like(number), torch.zeros_like(values)
+            end = state.rows[-1].stop if state.rows else 0
+            if end + width <= offset:  # its zeros fit behind the last partition
+                state.rows.append(range(end, end + width))
+                continue
         _check_loaded(layer, index, weight[rows], number, values)
         # Where the span starts in its source: in block `number[0]`, and if it runs
         # beyond that block, as far in front of the block's end as rows lie in it.
         here = int((number == number[0]).sum())
         start = int(number[0]) * BLOCK + (BLOCK - here if here < width else 0)
         placement = place_span(start, width, BLOCK, offset)
-        state.rows.append(placement)
+        begin = offset + placement.lead
+        state.rows.append(range(begin, begin + width))
         scales += [values[copy.first - start] for copy in placement.copies]
-        first += width
         offset += placement.padded_rows
     if (offset, columns.padded_rows) != tuple(weight.shape):
         padded = weight.new_zeros(offset, columns.padded_rows)
         inner = padded[:, columns.lead : columns.lead + columns.rows]
         first = 0
-        for p in state.rows:
-            begin = p.offset + p.lead
-            inner[begin : begin + p.rows] = weight[first : first + p.rows]
-            first += p.rows
+        for span in state.rows:
+            inner[span.start : span.stop] = weight[first : first + len(span)]
+            first += len(span)
         weight = padded
     return weight, torch.stack(scales).contiguous()
 

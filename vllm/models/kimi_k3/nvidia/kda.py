@@ -12,4 +12,5 @@ class KimiK3DeltaAttention:
     # fork: edit d78b8ae24141
     def __init__(self, prefix: str):
         # fork: at end
+        self.in_proj_qkvgfab.output_is_split = True
         self.A_log.tensor_name = f"{prefix}.A_log"

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-scaled FP8 linears on Hopper: the choice and the plan anywhere, kernels on a card."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.quantization.few_tokens_oracle import e4m3, inputs, reference
+from vllm.model_executor.kernels.linear.scaled_mm import hopper_block_fp8 as hopper
+from vllm.model_executor.kernels.linear.scaled_mm.block_fp8_few_tokens import (
+    MAX_TOKENS,
+    few_tokens_plan,
+)
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.quantization import block_fp8_linear
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+from vllm.platforms import current_platform
+
+# Rows and columns of K3's attention linears on one of 1 and of 8 ranks, padded.
+SHAPES = [(49408, 7168), (6400, 7168), (2176, 7168), (18432, 1536), (2304, 1536), (1536, 128), (7168, 1536)]
+
+
+def on_hopper() -> bool:
+    return current_platform.is_cuda() and current_platform.is_device_capability(90)
+
+
+@pytest.fixture(autouse=True)
+def card(request):
+    if request.node.get_closest_marker("sm90") and not on_hopper():
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
+
+
+# ---- anywhere ------------------------------------------------------------------
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_interpreted_kernel_agrees_with_float64():
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("few_tokens_oracle.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    worst = json.loads(run.stdout.splitlines()[-1])
+    assert len(worst) == 5
+    assert max(worst.values()) < 2.0**-8, worst  # half a unit of bf16's last place, at most
+
+
+@pytest.mark.parametrize("rows,columns", SHAPES)
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64])
+def test_every_block_of_columns_has_one_share(rows, columns, tokens):
+    plan = few_tokens_plan(tokens, rows, columns, 132)
+    blocks = columns // 128
+    share = -(-blocks // plan.split)
+    assert plan.tokens >= tokens and 128 % plan.rows == 0
+    assert (plan.split - 1) * share < blocks <= plan.split * share
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Only the choice: no kernel runs."""
+    platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda c: c == 90, is_cpu=lambda: False)
+    monkeypatch.setattr(hopper, "current_platform", platform)
+    monkeypatch.setattr(block_fp8_linear, "current_platform", platform)
+    parent = hopper.CutlassFp8BlockScaledMMKernel
+    monkeypatch.setattr(parent, "is_supported", classmethod(lambda cls, capability=None: (True, None)))
+    others = []
+    monkeypatch.setattr(block_fp8_linear, "init_fp8_linear_kernel", lambda **kwargs: others.append(kwargs))
+    return others
+
+
+def test_hopper_takes_its_own_kernel(one_rank, pretend):
+    kernel = block_fp8_linear.choose_block_fp8_kernel((6400, 7168), torch.bfloat16, "method")
+    assert type(kernel) is hopper.HopperFp8BlockScaledMMKernel and not pretend
+
+
+@pytest.mark.parametrize("dtype,shape", [(torch.float16, (256, 256)), (torch.bfloat16, (200, 256))])
+def test_others_are_left_to_the_usual_choice(one_rank, pretend, dtype, shape):
+    block_fp8_linear.choose_block_fp8_kernel(shape, dtype, "method")
+    assert len(pretend) == 1
+
+
+def test_a_named_backend_and_batch_invariance_come_first(one_rank, pretend, monkeypatch):
+    monkeypatch.setattr(block_fp8_linear, "_get_linear_backend", lambda: "triton")
+    block_fp8_linear.choose_block_fp8_kernel((256, 256), torch.bfloat16, "method")
+    monkeypatch.setattr(block_fp8_linear, "_get_linear_backend", lambda: "auto")
+    monkeypatch.setattr(block_fp8_linear.envs, "VLLM_BATCH_INVARIANT", True)
+    block_fp8_linear.choose_block_fp8_kernel((256, 256), torch.bfloat16, "method")
+    assert len(pretend) == 2
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="CPU kernels")
+def test_a_split_output_is_a_view_of_the_padded_one(one_rank, monkeypatch, split):
+    """Rows 128, 12 of 128 and 4 that nothing fills: all padding lies behind them."""
+    config = ModelOptFp8Config("FP8_PB_WO", True, None, [])
+    layer = linear.MergedColumnParallelLinear(256, [128, 12, 4], bias=False, quant_config=config, prefix="m.in_proj")
+    layer.weight.data[-4:].view(torch.uint8).zero_()
+    params = dict(layer.named_parameters())
+    for shard, rows in enumerate((128, 12)):
+        case = inputs(1, 128, 256)
+        weight = case["codes"][:rows].to(torch.uint8).view(torch.float8_e4m3fn)
+        params["weight"].weight_loader(params["weight"], weight, shard)
+        params["weight_scale"].weight_loader(params["weight_scale"], case["scale"], shard)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.weight.shape == (256, 256), "the widening rows need no block of their own"
+    if split:
+        layer.output_is_split = True
+    y = layer(torch.randn(3, 256))[0]
+    assert y.shape == (3, 144) and not y[:, 140:].any() and y[:, :140].abs().min() > 0
+    assert y.stride() == ((256, 1) if split else (144, 1))
+
+
+# ---- on a card -------------------------------------------------------------------
+
+
+def on_card(tokens, rows, columns):
+    case = {name: t.cuda() for name, t in inputs(tokens, rows, columns).items()}
+    weight = case["codes"].to(torch.uint8).view(torch.float8_e4m3fn)
+    arrivals = torch.zeros(rows // 16, dtype=torch.int32, device="cuda")
+    return case, weight, arrivals
+
+
+def relative(y, want):
+    return ((y.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.sm90
+def test_every_code_widens_exactly():
+    """A unit vector per column reads the weight out."""
+    codes = torch.arange(256, device="cuda")
+    codes[codes & 127 == 127] = 0
+    weight = codes.repeat(128, 1)[:, :128].contiguous(), codes.repeat(128, 1)[:, 128:].contiguous()
+    scale = torch.ones(1, 1, device="cuda")
+    arrivals = torch.zeros(8, dtype=torch.int32, device="cuda")
+    for half in weight:
+        for start in (0, 64):
+            x = torch.eye(128, dtype=torch.bfloat16, device="cuda")[start : start + 64]
+            held = half.to(torch.uint8).view(torch.float8_e4m3fn)
+            y = torch.ops.vllm.block_fp8_linear_sm90(x, held, scale, arrivals)
+            want = torch.tensor([e4m3(c) for c in half[0, start : start + 64].tolist()]).cuda()
+            assert torch.equal(y.float(), want[:, None].expand(64, 128))
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("rows,columns", SHAPES[1:])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 32, 33, 64])
+def test_few_tokens_against_float64(rows, columns, tokens):
+    case, weight, arrivals = on_card(tokens, rows, columns)
+    y = torch.ops.vllm.block_fp8_linear_sm90(case["x"], weight, case["scale"], arrivals)
+    assert relative(y, reference(**case)) < 2.0**-8
+    assert not arrivals.any()
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("rows,columns", SHAPES[1:])
+@pytest.mark.parametrize("tokens", [MAX_TOKENS + 1, 300])
+def test_more_tokens_round_activations_to_e4m3(rows, columns, tokens):
+    case, weight, arrivals = on_card(tokens, rows, columns)
+    y = torch.ops.vllm.block_fp8_linear_sm90(case["x"], weight, case["scale"], arrivals)
+    groups = case["x"].double().unflatten(1, (-1, 128))
+    factor = groups.abs().amax(-1, keepdim=True) / 448
+    rounded = (groups / factor).float().to(torch.float8_e4m3fn).double() * factor
+    want = reference(rounded.flatten(1), case["codes"], case["scale"])
+    assert relative(y, want) < 2.0**-7
+    assert relative(y, reference(**case)) < 0.05
+
+
+@pytest.mark.sm90
+def test_replays_of_a_graph_are_equal():
+    case, weight, arrivals = on_card(5, 2176, 7168)
+    run = lambda: torch.ops.vllm.block_fp8_linear_sm90(case["x"], weight, case["scale"], arrivals)  # noqa: E731
+    first = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(50):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first)
+
+
+@pytest.mark.sm90
+def test_one_compiled_graph_serves_every_number_of_tokens():
+    case, weight, arrivals = on_card(200, 256, 1024)
+
+    @torch.compile(dynamic=True, fullgraph=True)
+    def layer(x):
+        return torch.ops.vllm.block_fp8_linear_sm90(x, weight, case["scale"], arrivals)[:, :200] + 1
+
+    for tokens in (200, 3, 64, 65):
+        x = case["x"][:tokens]
+        eager = torch.ops.vllm.block_fp8_linear_sm90(x, weight, case["scale"], arrivals)[:, :200] + 1
+        assert torch.equal(layer(x), eager)
