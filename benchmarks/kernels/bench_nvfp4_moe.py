@@ -15,20 +15,17 @@ an H200 (4.27 TB/s, 790 TFLOP/s); ``--ceilings`` measures them again.
 import argparse
 import json
 import math
-import statistics
-import subprocess
-import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
+from measure import BANDWIDTH, BF16_RATE, ceilings, error, graph_time, versions
 
 from vllm.model_executor.layers.fused_moe.experts import nvfp4_situ_sm90_ops as ops
 from vllm.model_executor.layers.fused_moe.experts.nvfp4_situ_sm90_layout import (
     pack_experts,
 )
 
-BANDWIDTH, MATRIX_RATE = 4.27e12, 790e12
 BETA, LINEAR_BETA = 4.0, 25.0
 SHAPES = {  # experts held, per-rank width, choices per token that land here
     "EP8": (112, 3072, 2),
@@ -218,12 +215,8 @@ class Layer:
         touched = case.ids.unique().numel()
         pairs = case.ids.numel()
         return max(
-            touched * weights * 4.5 / 8 / BANDWIDTH, 2 * pairs * weights / MATRIX_RATE
+            touched * weights * 4.5 / 8 / BANDWIDTH, 2 * pairs * weights / BF16_RATE
         )
-
-
-def error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((out.double() - reference).norm() / reference.norm()).item()
 
 
 def scratch(layer: Layer, cases: list[SimpleNamespace]) -> None:
@@ -236,73 +229,6 @@ def scratch(layer: Layer, cases: list[SimpleNamespace]) -> None:
         )
         for c in cases:
             setattr(c, name, buffer)
-
-
-def graph_time(run, cases: list[SimpleNamespace], replays: int = 9) -> float:
-    """Median microseconds of one call inside a CUDA graph over all cases."""
-    for c in cases[:2]:
-        run(c)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for c in cases:
-            run(c)
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(cases))
-    return statistics.median(times)
-
-
-def ceilings() -> dict[str, float]:
-    """Copy bandwidth (bytes/s, read plus written) and bf16 matrix rate (FLOP/s)."""
-
-    def median(run, n: int = 7) -> float:
-        run()
-        times = []
-        for _ in range(n):
-            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            a.record()
-            run()
-            b.record()
-            b.synchronize()
-            times.append(a.elapsed_time(b) / 1e3)
-        return statistics.median(times)
-
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / median(lambda: target.copy_(source))
-    a, b = (
-        torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-    )
-    return {"copy": copy, "matmul": 2 * 8192**3 / median(lambda: a @ b)}
-
-
-def versions(commit: str | None = None) -> dict[str, str]:
-    import triton
-
-    import vllm
-
-    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = subprocess.check_output(smi, text=True).strip().split(", ")
-    if commit is None:
-        git = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return {
-        "commit": commit,
-        "device": name,
-        "driver": driver,
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "triton": triton.__version__,
-        "vllm": vllm.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def main() -> None:
