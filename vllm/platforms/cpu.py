@@ -3,6 +3,9 @@ import os
 
 # fork: extend
 class CpuPlatform:
+    # Ray has no accelerator of this name; nodes declare slots by --num-gpus.
+    ray_device_key = "GPU"
+
     # fork: edit a941ae52a85b
     def check_and_update_config(cls, vllm_config, compilation_config, CompilationMode):
         # Chunked prefill and prefix caching stay on for MLA: the CPU prefill
