@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which NVFP4 experts run on Hopper, and what loading hands to them.
+"""Which NVFP4 and MXFP4 experts run on Hopper, and what loading hands to them.
 
 The real choice, loading and conversion run here; what needs the card is left out.
 """
@@ -9,16 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernels.moe.test_cpu_compressed_experts import compressed_nvfp4, divided
+from tests.kernels.moe.test_cpu_compressed_experts import MxBank, compressed_nvfp4, divided
 from tests.kernels.moe.test_cpu_experts import BETA, LINEAR_BETA, Bank, decode, load, make_layer, nvfp4
 from vllm.model_executor.layers.fused_moe.experts import nvfp4_situ_sm90 as sm90
 from vllm.model_executor.layers.fused_moe.experts.nvfp4_situ_sm90_layout import (
     dequantize_packed,
     down_rows,
     gate_up_rows,
+    mxfp4_as_nvfp4,
 )
+from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as mx_oracle
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
-from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization import modelopt, mxfp4
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as compressed,
 )
@@ -33,11 +35,13 @@ WIDTH, HIDDEN, EXPERTS = 96, 128, 3
 @pytest.fixture
 def hopper(monkeypatch):
     """The code that chooses and loads takes this host for one with a Hopper card."""
-    card = SimpleNamespace(is_cpu=lambda: False)
-    for module in (oracle, modelopt, compressed):
+    card = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, is_xpu=lambda: False)
+    for module in (oracle, mx_oracle, modelopt, compressed, mxfp4):
         monkeypatch.setattr(module, "current_platform", card)
     monkeypatch.setattr(sm90.NvFp4SituSm90Experts, "_supports_current_device", staticmethod(lambda: True))
-    monkeypatch.setattr(sm90, "prepare_kernels", lambda *_: None)
+    prepared = []
+    monkeypatch.setattr(sm90, "prepare_kernels", lambda device, *shape: prepared.append(shape))
+    return prepared
 
 
 def build(config, quant, **kwargs):
@@ -93,6 +97,7 @@ def test_loading_packs_codes_and_keeps_every_tensor_scale(one_rank, hopper, comp
     layer = build(one_rank, compressed_nvfp4() if compressed_file else nvfp4())
     load(layer, divided(bank) if compressed_file else bank.file())
 
+    assert hopper == [(HIDDEN, 128)]
     experts = layer.quant_method.moe_kernel.fused_experts
     alphas = torch.tensor([scales["w1"], scales["w3"]]).T
     torch.testing.assert_close(experts.g1_alphas, alphas, rtol=1e-6, atol=0)
@@ -122,3 +127,54 @@ def test_moving_an_expert_moves_all_that_belongs_to_it(one_rank, hopper):
         tensor.copy_(tensor[[2, 1, 0]].clone())
     for tensor, old in zip(read, before):
         assert torch.equal(tensor.view(torch.uint8), old[[2, 1, 0]].view(torch.uint8))
+
+
+# ---- MXFP4 through the same kernel -------------------------------------------------
+
+
+def test_native_mxfp4_takes_the_same_kernel_bit_for_bit(one_rank, hopper):
+    """Codes times block scales times tensor scale, read out of the packed layout, are the file's values."""
+    bank = MxBank(EXPERTS, HIDDEN, WIDTH)
+    layer = load(build(one_rank, mxfp4.Mxfp4Config()), bank.file("weight"))
+    assert layer.quant_method.mxfp4_backend == mx_oracle.Mxfp4MoeBackend.SITU_SM90
+    experts = layer.quant_method.moe_kernel.fused_experts
+    assert type(experts) is sm90.Mxfp4SituSm90Experts
+    assert hopper == [(HIDDEN, 128)]
+    assert experts.activation_config.activation_situ_linear_beta == LINEAR_BETA
+    moved = {t.data_ptr() for t in layer.get_expert_weights()}
+    assert {experts.g1_alphas.data_ptr(), experts.g2_alphas.data_ptr()} <= moved
+
+    padded = WIDTH + -WIDTH % 128
+    for expert in range(EXPERTS):
+        w13 = dequantize_packed(layer.w13_weight[expert], experts.w1_scale[expert], gate_up_rows(padded))
+        w2 = dequantize_packed(layer.w2_weight[expert], experts.w2_scale[expert], down_rows(HIDDEN))
+        gate, up = experts.g1_alphas[expert].double()
+        down = experts.g2_alphas[expert].double()
+        assert torch.equal(w13[:WIDTH].double() * gate, bank.dense("w1")[expert] + 0.0)
+        assert torch.equal(w13[padded : padded + WIDTH].double() * up, bank.dense("w3")[expert] + 0.0)
+        assert torch.equal(w2[:, :WIDTH].double() * down, bank.dense("w2")[expert] + 0.0)
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_every_exponent_that_fits_is_exact(halves):
+    """18 neighbouring powers of two, the largest of each part elsewhere; empty blocks may say anything."""
+    codes = torch.randint(0, 256, (2, 36, 16), dtype=torch.uint8)
+    codes[..., 0] = 0x21
+    scale = torch.arange(36, dtype=torch.int32)[None, :, None] % 18 + 100
+    scale = (scale + torch.tensor([[[0]], [[37]]])).to(torch.uint8)
+    codes[1, 5], scale[1, 5] = 0x80, 0  # -0 and 0 times 2**-127
+    codes[0, 7], scale[0, 7] = 0, 254
+    block, tensor = mxfp4_as_nvfp4(codes, scale, halves)
+    got = torch.stack([decode(c, b, 1.0) for c, b in zip(codes, block)])
+    got *= tensor.double().repeat_interleave(36 // halves, 1)[..., None]
+    want = torch.stack([decode(c, torch.ones(36, 2), 1.0) for c in codes]) * 2.0 ** (scale.double() - 127)
+    assert torch.equal(got + 0.0, want + 0.0)
+
+
+def test_exponents_too_far_apart_are_refused():
+    codes = torch.full((3, 4, 16), 0x11, dtype=torch.uint8)
+    scale = torch.full((3, 4, 1), 120, dtype=torch.uint8)
+    scale[2, 3] = 120 - 18
+    mxfp4_as_nvfp4(codes[:2], scale[:2], 2)
+    with pytest.raises(ValueError, match=r"expert 2, part 1 of 2.*2\*\*18 apart.*marlin"):
+        mxfp4_as_nvfp4(codes, scale, 2)

@@ -7,6 +7,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_mxfp4_moe import (
     finish_mxfp4_experts,
     mark_mxfp4_unloaded,
 )
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.platforms import current_platform
 
 
@@ -31,3 +32,6 @@ class Mxfp4MoEMethod:
         # fork: at start
         if current_platform.is_cpu():
             finish_mxfp4_experts(layer)
+        # fork: at end
+        if self.mxfp4_backend == Mxfp4MoeBackend.SITU_SM90:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 experts with SiTU for Hopper (W4A16, BF16 tensor cores).
+"""NVFP4 and MXFP4 experts with SiTU for Hopper (W4A16, BF16 tensor cores).
 
 Hopper has no FP4 arithmetic. Released vLLM serves NVFP4 experts there by Marlin, and
 that with one tensor scale for gate and up together. This class keeps the scales apart
@@ -30,6 +30,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     QuantKey,
+    kMxfp4Static,
     kNvfp4Dynamic,
     kNvfp4Static,
 )
@@ -37,7 +38,7 @@ from vllm.platforms import current_platform
 
 logger = init_logger(__name__)
 
-__all__ = ["NvFp4SituSm90Experts", "pack_nvfp4_situ_sm90"]
+__all__ = ["Mxfp4SituSm90Experts", "NvFp4SituSm90Experts", "pack_nvfp4_situ_sm90"]
 
 
 def pack_nvfp4_situ_sm90(
@@ -132,7 +133,7 @@ class NvFp4SituSm90Experts(mk.FusedMoEExpertsModular):
             if supported:
                 reason = "Hopper has no FP4 arithmetic: BF16 products, faster than Marlin"
             verb = "taken" if supported else "not taken"
-            logger.info_once("SITU_SM90 NVFP4 experts %s: %s.", verb, reason)
+            logger.info_once("SITU_SM90 experts %s: %s.", verb, reason)
         return supported, None if supported else reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -217,3 +218,13 @@ class NvFp4SituSm90Experts(mk.FusedMoEExpertsModular):
             activation=workspace13,
             rows=workspace2,
         )
+
+
+class Mxfp4SituSm90Experts(NvFp4SituSm90Experts):
+    """The same kernel on MXFP4, its scales said in NVFP4's (``mxfp4_as_nvfp4``)."""
+
+    @staticmethod
+    def _supports_quant_scheme(
+        weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
+        return weight_key == kMxfp4Static and activation_key is None

@@ -48,6 +48,7 @@ __all__ = [
     "dequantize_packed",
     "down_rows",
     "gate_up_rows",
+    "mxfp4_as_nvfp4",
     "pack_bank",
     "pack_experts",
 ]
@@ -214,6 +215,45 @@ def pack_experts(
         packed[expert], packed_scales[expert] = one, one_scales
     assert packed is not None and packed_scales is not None
     return packed, packed_scales
+
+
+def mxfp4_as_nvfp4(
+    codes: torch.Tensor, scale: torch.Tensor, halves: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say in NVFP4's scales what MXFP4's say: the same codes, the same values.
+
+    Each scale of 32 columns becomes two equal e4m3 scales of 16, and the largest
+    exponent of an expert's gate, up or down a tensor scale. e4m3 has the powers of
+    two from 2**-9 to 2**8, so weights 2**18 smaller than the largest do not fit.
+
+    Args:
+        codes: uint8 ``[experts, rows, columns / 2]``.
+        scale: e8m0 as uint8 ``[experts, rows, columns / 32]``.
+        halves: 2 for ``[gate | up]`` along the rows, else 1.
+
+    Returns:
+        e4m3 ``[experts, rows, columns / 16]`` and float32 ``[experts, halves]``.
+
+    Raises:
+        ValueError: Naming an expert whose exponents are too far apart.
+    """
+    empty = ~(codes.unflatten(2, (-1, 16)) & 0x77).bool().any(-1)
+    exponent = scale.view(torch.uint8).int() - 127
+    by_half = exponent.masked_fill(empty, -127).unflatten(1, (halves, -1))
+    top = by_half.amax((2, 3))
+    gap = exponent.unflatten(1, (halves, -1)) - top[:, :, None, None] + 8
+    small = (gap < -9) & ~empty.unflatten(1, (halves, -1))
+    if bool(small.any()):
+        expert, half = small.nonzero()[0, :2].tolist()
+        spread = 8 - int(gap[small].min())
+        raise ValueError(
+            f"expert {expert}, part {half} of {halves}: MXFP4 scales 2**{spread} apart, "
+            "this kernel holds 2**17; use --moe-backend marlin"
+        )
+    block = torch.ldexp(torch.ones_like(gap, dtype=torch.float32), gap.clamp(min=-9))
+    block = block.flatten(1, 2).to(torch.float8_e4m3fn)
+    tensor = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - 8)
+    return block.repeat_interleave(2, -1), tensor
 
 
 def dequantize_packed(
