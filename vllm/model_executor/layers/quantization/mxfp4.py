@@ -34,4 +34,5 @@ class Mxfp4MoEMethod:
             finish_mxfp4_experts(layer)
         # fork: at end
         if self.mxfp4_backend == Mxfp4MoeBackend.SITU_SM90:
+            assert self.moe_kernel is not None
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
