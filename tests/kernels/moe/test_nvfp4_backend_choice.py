@@ -21,9 +21,6 @@ from vllm.model_executor.layers.fused_moe.experts.nvfp4_situ_sm90_layout import 
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as mx_oracle
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
 from vllm.model_executor.layers.quantization import modelopt, mxfp4
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w4a4_nvfp4 as compressed,
-)
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="stands in for a card")
@@ -36,7 +33,7 @@ WIDTH, HIDDEN, EXPERTS = 96, 128, 3
 def hopper(monkeypatch):
     """The code that chooses and loads takes this host for one with a Hopper card."""
     card = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, is_xpu=lambda: False)
-    for module in (oracle, mx_oracle, modelopt, compressed, mxfp4):
+    for module in (oracle, mx_oracle, modelopt, mxfp4):
         monkeypatch.setattr(module, "current_platform", card)
     monkeypatch.setattr(sm90.NvFp4SituSm90Experts, "_supports_current_device", staticmethod(lambda: True))
     prepared = []

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.one_rank import one_rank_groups
 from vllm.checkpoint import fused_modules as fused
@@ -11,6 +12,7 @@ from vllm.checkpoint.tensors import checkpoint_tensors
 from vllm.checkpoint.tiny import make_tiny
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.utils.modelopt_names import shards_of
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -80,3 +82,22 @@ def test_config_decides(built):
 
     assert fused.fused_modules_of(Config) == fused.fused_modules(False, False)
     assert fused.fused_modules_of(built[1].model_config.hf_text_config) == fused.fused_modules()
+
+
+def test_experts_are_called_as_in_the_file(built):
+    """What a message says of them is a name that the file's index has."""
+    model, _, raw = built
+    names = set(checkpoint_tensors(raw))
+    banks = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    assert banks
+    for bank in banks:
+        for linear in (bank.ckpt_gate_proj_name, bank.ckpt_up_proj_name, bank.ckpt_down_proj_name):
+            assert f"{bank.layer_name}.0.{linear}.weight" in names
+
+
+def test_a_scale_that_nobody_reads_stops_loading(built):
+    """Named as in the file: here of a layer that the config leaves unquantised."""
+    model, _, _ = built
+    name = "model.layers.1.block_sparse_moe.routed_expert_up_proj.weight_scale"
+    with pytest.raises(ValueError, match=rf"{name.removeprefix('model.')}: nobody reads this scale"):
+        model.load_weights([(name, torch.ones(1, 1, 1, 1))])

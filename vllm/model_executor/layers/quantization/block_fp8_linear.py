@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import vllm.envs as envs
+from vllm.checkpoint.strictness import refuse
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear import (
     _get_linear_backend,
@@ -49,6 +50,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape,
     create_fp8_quant_key,
 )
+from vllm.model_executor.layers.quantization.utils.unloaded import mark_unloaded
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
@@ -58,8 +60,6 @@ __all__ = ["BLOCK", "BlockFp8LinearMethod", "choose_block_fp8_kernel"]
 logger = init_logger(__name__)
 
 BLOCK = 128
-
-_E4M3_NAN = 0x7F  # marks weights that nothing has loaded
 
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 
@@ -183,7 +183,6 @@ class BlockFp8LinearMethod(LinearMethodBase):
         self._choose_kernel(planned, state.columns.padded_rows)
 
         weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        _mark_unloaded(weight)
         layer.register_parameter(
             "weight",
             ModelWeightParameter(
@@ -193,9 +192,8 @@ class BlockFp8LinearMethod(LinearMethodBase):
                 weight_loader=_weight_loader(layer, loader),
             ),
         )
-        scale = torch.full(
-            (rows, len(state.columns.copies) + 1), float("nan"), dtype=torch.float32
-        )
+        mark_unloaded(layer.weight)
+        scale = torch.empty(rows, len(state.columns.copies) + 1, dtype=torch.float32)
         for name in _SCALE_NAMES:
             # Two names for one storage: the file has one or the other.
             layer.register_parameter(
@@ -208,6 +206,7 @@ class BlockFp8LinearMethod(LinearMethodBase):
                     weight_loader=_scale_loader(layer, name, loader),
                 ),
             )
+            mark_unloaded(getattr(layer, name))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Check that everything was loaded, lay it out in blocks, pack.
@@ -335,29 +334,6 @@ def _source_rows(layer: torch.nn.Module, shard_id: Any) -> int | None:
     return sum(sizes[i] // (layer.tp_size if i == replicated else 1) for i in ids)
 
 
-def _mark_unloaded(tensor: torch.Tensor) -> None:
-    """Fill with NaN, so that what no loader writes is noticed."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        tensor.view(torch.uint8).fill_(_E4M3_NAN)
-    else:
-        tensor.fill_(float("nan"))
-
-
-def _mark_again(layer: torch.nn.Module) -> None:
-    """Mark the memory that a reload gives the layer, once, before it is written.
-
-    A reload restores the parameters as they were recorded before the first load,
-    in uninitialised memory.
-    """
-    if layer.block_fp8.rows is None:
-        return  # the first load: marked when created
-    for name in ("weight", *_SCALE_NAMES):
-        param = getattr(layer, name, None)
-        if param is not None and not param.is_meta and not hasattr(param, "is_marked"):
-            _mark_unloaded(param.data)
-            param.is_marked = True
-
-
 def _label(layer: torch.nn.Module, tensor: str, shard_id: Any) -> str:
     shard = "" if shard_id is None else f" (shard {shard_id})"
     return f"{layer.prefix}.{tensor}{shard}"
@@ -367,19 +343,22 @@ def _weight_loader(layer: torch.nn.Module, upstream: Callable) -> Callable:
     """Wrap a layer's loader: FP8 codes of the right shape, or an error."""
 
     def load(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        _mark_again(layer)
         shard_id = args[0] if args else kwargs.get("loaded_shard_id")
         if loaded.dtype == torch.uint8:
             loaded = loaded.view(torch.float8_e4m3fn)
         rows = _source_rows(layer, shard_id)
         expected = (loaded.shape[0] if rows is None else rows, layer.input_size)
-        if loaded.dtype != torch.float8_e4m3fn or tuple(loaded.shape) != expected:
-            raise ValueError(
-                f"{_label(layer, 'weight', shard_id)}: expected float8_e4m3fn "
-                f"{expected}, found {loaded.dtype} {tuple(loaded.shape)}. The "
-                "quantisation config lists this layer as FP8_PB_WO; exclude it there "
-                "if the file holds it unquantised."
-            )
+        problem = (
+            f"{_label(layer, 'weight', shard_id)}: expected float8_e4m3fn "
+            f"{expected}, found {loaded.dtype} {tuple(loaded.shape)}. The "
+            "quantisation config lists this layer as FP8_PB_WO; exclude it there "
+            "if the file holds it unquantised."
+        )
+        if tuple(loaded.shape) != expected:
+            raise ValueError(problem)
+        if loaded.dtype != torch.float8_e4m3fn:
+            refuse(problem)
+            loaded = loaded.float().clamp(-448, 448).to(torch.float8_e4m3fn)
         upstream(param, loaded, *args, **kwargs)
 
     return load
@@ -389,7 +368,6 @@ def _scale_loader(layer: torch.nn.Module, name: str, upstream: Callable) -> Call
     """Wrap a layer's loader: one scale row per weight row, then as for the weight."""
 
     def load(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        _mark_again(layer)
         shard_id = args[0] if args else kwargs.get("loaded_shard_id")
         found = tuple(loaded.shape)
         blocks = loaded
@@ -398,12 +376,16 @@ def _scale_loader(layer: torch.nn.Module, name: str, upstream: Callable) -> Call
         rows = _source_rows(layer, shard_id)
         height = blocks.shape[0] if rows is None else -(-rows // BLOCK)
         expected = (height, -(-layer.input_size // BLOCK))
-        if loaded.dtype != torch.float32 or tuple(blocks.shape) != expected:
-            raise ValueError(
-                f"{_label(layer, name, shard_id)}: expected float32 with "
-                f"{expected[0]}x{expected[1]} blocks of {BLOCK} (rank 2, or rank 4 with "
-                f"ones between), found {loaded.dtype} {found}. Re-export the checkpoint."
-            )
+        problem = (
+            f"{_label(layer, name, shard_id)}: expected float32 with "
+            f"{expected[0]}x{expected[1]} blocks of {BLOCK} (rank 2, or rank 4 with "
+            f"ones between), found {loaded.dtype} {found}. Re-export the checkpoint."
+        )
+        if tuple(blocks.shape) != expected or not loaded.is_floating_point():
+            raise ValueError(problem)  # bits are never taken for a number
+        if loaded.dtype != torch.float32:
+            refuse(problem)
+            blocks = blocks.float()
         number = torch.arange(expected[0], dtype=torch.float32, device=blocks.device)
         staged = torch.cat((blocks, number[:, None]), dim=1)
         staged = staged.repeat_interleave(BLOCK, dim=0)
@@ -411,7 +393,7 @@ def _scale_loader(layer: torch.nn.Module, name: str, upstream: Callable) -> Call
             staged = staged[:rows]
         state = layer.block_fp8
         if state.scale_name not in (None, name):
-            raise ValueError(
+            refuse(
                 f"{layer.prefix}: the checkpoint holds both {state.scale_name} and "
                 f"{name}; expected one of them. Re-export the checkpoint."
             )
@@ -478,16 +460,23 @@ def _check_loaded(
     number: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
+    """Refuse what is missing or NaN; if the user lets it through, a scale is 1 and a weight 0."""
     shard = None if len(layer.logical_widths) == 1 else index
+    codes = weight.view(torch.uint8)
     if bool(number.isnan().any()):
-        what = _label(layer, "weight_scale", shard) + ": not in the checkpoint"
-    elif not bool(values.isfinite().all()):
-        what = _label(layer, "weight_scale", shard) + ": holds NaN or infinity"
-    elif bool(((weight.view(torch.uint8) & 0x7F) == _E4M3_NAN).any()):
-        what = _label(layer, "weight", shard) + ": not in the checkpoint, or holds NaN"
-    else:
-        return
-    raise ValueError(
+        _refuse_unloaded(_label(layer, "weight_scale", shard) + ": not in the checkpoint")
+        number.copy_(torch.arange(len(number)) // BLOCK)
+        values.fill_(1.0)
+    if not bool(values.isfinite().all()):
+        _refuse_unloaded(_label(layer, "weight_scale", shard) + ": holds NaN or infinity")
+        values[~values.isfinite()] = 1.0
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        _refuse_unloaded(_label(layer, "weight", shard) + ": not in the checkpoint, or holds NaN")
+        codes[(codes & 0x7F) == 0x7F] = 0
+
+
+def _refuse_unloaded(what: str) -> None:
+    refuse(
         f"{what}; expected float8_e4m3fn weights with one finite float32 scale per "
         f"{BLOCK}x{BLOCK} block. Check the checkpoint's index, or re-export it."
     )

@@ -2,18 +2,8 @@
 
 import torch
 
-from vllm.model_executor.kernels.linear.nvfp4.cpu import (
-    CPUNvFp4LinearKernel,
-    check_linear_scales,
-    mark_linear_unloaded,
-)
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.experts.cpu_nvfp4_moe import (
-    check_expert_scales,
-    mark_scales_unloaded,
-)
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import (
-    NvFp4MoeBackend,
     scales_gate_and_up_apart,
 )
 from vllm.model_executor.layers.linear import LinearBase
@@ -21,6 +11,16 @@ from vllm.model_executor.layers.quantization.block_fp8_linear import (
     BlockFp8LinearMethod,
 )
 from vllm.model_executor.layers.quantization.modelopt import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.utils.fp4_expert_scales import (
+    finish_expert_scales,
+    mark_expert_scales,
+    quantizes_activations,
+)
+from vllm.model_executor.layers.quantization.utils.fp4_scales import (
+    NVFP4_MODELOPT,
+    finish_linear_scales,
+    mark_linear_scales,
+)
 from vllm.model_executor.layers.quantization.utils.modelopt_names import (
     canonical_table,
     check_algo,
@@ -59,18 +59,15 @@ class ModelOptNvFp4LinearMethod:
     # fork: edit 254da3e74722
     def create_weights(self, layer: torch.nn.Module):
         # fork: at end
-        if current_platform.is_cpu():
-            mark_linear_unloaded(layer)
+        mark_linear_scales(layer, NVFP4_MODELOPT)
 
     # fork: edit d1fb6bdc44f3
     def process_weights_after_loading(self, layer: torch.nn.Module, upstream) -> None:
         # fork: at start
-        if current_platform.is_cpu():
-            weight_only = isinstance(self.kernel, CPUNvFp4LinearKernel)
-            check_linear_scales(layer, activations=not weight_only)
+        finish_linear_scales(layer, NVFP4_MODELOPT, self.kernel)
         # fork: instead-of if
-        # The CPU kernel scales each shard by itself.
-        if not isinstance(self.kernel, CPUNvFp4LinearKernel) and upstream:
+        # What a kernel does not read need not agree.
+        if self.kernel.quantizes_input and torch.unique(layer.input_scale).numel() != 1:
             ...
 
 
@@ -79,17 +76,13 @@ class ModelOptNvFp4W4A16LinearMethod:
     # fork: edit 8c09a01a7c82
     def create_weights(self, layer: torch.nn.Module):
         # fork: at end
-        if current_platform.is_cpu():
-            mark_linear_unloaded(layer)
+        mark_linear_scales(layer, NVFP4_MODELOPT)
 
     # fork: edit 9579521fe675
-    def process_weights_after_loading(self, layer: torch.nn.Module, upstream) -> None:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        # fork: drop if[2]
         # fork: at start
-        if current_platform.is_cpu():
-            check_linear_scales(layer, activations=False)
-        # fork: instead-of if[2]
-        if not isinstance(self.kernel, CPUNvFp4LinearKernel) and upstream:
-            ...
+        finish_linear_scales(layer, NVFP4_MODELOPT, self.kernel)
 
 
 # fork: extend
@@ -97,18 +90,15 @@ class ModelOptNvFp4FusedMoE:
     # fork: edit 4fd49f1da2e9
     def create_weights(self, layer: RoutedExperts):
         # fork: at end
-        if current_platform.is_cpu():
-            mark_scales_unloaded(layer)
+        mark_expert_scales(layer, NVFP4_MODELOPT)
 
     # fork: edit a64fb9015251
     def process_weights_after_loading(
         self, layer: RoutedExperts, w13_weight_scale_2: torch.Tensor, upstream
     ) -> None:
         # fork: at start
-        if current_platform.is_cpu():
-            check_expert_scales(
-                layer, activations=self.nvfp4_backend == NvFp4MoeBackend.EMULATION
-            )
+        activations = quantizes_activations(self.nvfp4_backend, self.use_a16)
+        finish_expert_scales(layer, NVFP4_MODELOPT, activations)
         # fork: drop if
         # fork: instead-of w13_weight_scale_2
         if scales_gate_and_up_apart(self.nvfp4_backend):

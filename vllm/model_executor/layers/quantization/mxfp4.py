@@ -3,11 +3,12 @@
 import torch
 
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.experts.cpu_mxfp4_moe import (
-    finish_mxfp4_experts,
-    mark_mxfp4_unloaded,
-)
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization.utils.fp4_expert_scales import (
+    finish_expert_scales,
+    mark_expert_scales,
+)
+from vllm.model_executor.layers.quantization.utils.fp4_scales import MXFP4
 from vllm.platforms import current_platform
 
 
@@ -24,14 +25,12 @@ class Mxfp4MoEMethod:
     # fork: edit 5538a4fdc272
     def create_weights(self, layer: RoutedExperts):
         # fork: at end
-        if current_platform.is_cpu():
-            mark_mxfp4_unloaded(layer)
+        mark_expert_scales(layer, MXFP4)
 
     # fork: edit 7ee2b081a4b7
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         # fork: at start
-        if current_platform.is_cpu():
-            finish_mxfp4_experts(layer)
+        finish_expert_scales(layer, MXFP4)
         # fork: at end
         if self.mxfp4_backend == Mxfp4MoeBackend.SITU_SM90:
             assert self.moe_kernel is not None

@@ -1,9 +1,12 @@
 from torch import nn
 
 from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
+from vllm.model_executor.layers.divisible import check_divisible
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.models.kimi_k3.amd.linear import EagleModelMixin
+from vllm.models.kimi_k3.common.expert_names import use_file_names
 from vllm.models.kimi_k3.common.expert_padding import zero_padded_experts
+from vllm.models.kimi_k3.common.parameters import Parameters
 from vllm.platforms import current_platform
 
 
@@ -14,6 +17,16 @@ class KimiMoE:
         # fork: instead-of if[-3]
         if self.padded_moe_intermediate_size != moe_intermediate_size:
             zero_padded_experts(self.experts, moe_intermediate_size // self.tp_size)
+        # fork: at end
+        use_file_names(self.experts)
+
+
+# fork: extend
+class KimiMLAAttention:
+    # fork: edit 5006c0413599
+    def __init__(self, num_heads: int, prefix: str, tp_size: int):
+        # fork: after tp_size
+        check_divisible(prefix, "heads", [num_heads], tp_size)
 
 
 # fork: extend
@@ -34,7 +47,7 @@ class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
         use_fused_modules(self, config, vllm_config.quant_config)
 
     # fork: edit ebfdbdaf41a5
-    def load_weights(self, stacked_params_mapping):
+    def load_weights(self, stacked_params_mapping, params_dict):
         # fork: drop kda_config
         # fork: drop use_full_rank_gate
         # fork: drop beta_shard_id
@@ -42,3 +55,5 @@ class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
         # fork: drop if[1]
         # fork: instead-of stacked_params_mapping[0]
         stacked_params_mapping = stacked_params(fused_modules_of(self.config))
+        # fork: after params_dict
+        params_dict = Parameters(params_dict)

@@ -3,16 +3,16 @@
 
 from torch import nn
 
-from vllm.platforms import current_platform
+from vllm.model_executor.layers.quantization.utils.unloaded import is_marked
 
 
 def zero_padded_experts(experts: nn.Module, logical_width: int) -> None:
     """Make the part of the experts' width that no tensor fills add nothing.
 
-    Called before loading, since afterwards kernels have reordered the weights.
-    Zero codes are not enough where a block scale is uninitialised memory: zero
-    times NaN is NaN. On CPU the scales are left to the experts classes, which
-    mark them to notice what a checkpoint lacks, and clear the padding later.
+    Called before loading. Methods that know of padding clear it once more after each
+    load (``fused_moe/expert_padding.py``); their scales are marked, to notice what a
+    checkpoint lacks, and left alone here. For other methods, zero codes are not enough
+    where a block scale is uninitialised memory: zero times NaN is NaN.
 
     Args:
         experts: the MoE runner, or experts that hold their weights themselves.
@@ -29,7 +29,7 @@ def zero_padded_experts(experts: nn.Module, logical_width: int) -> None:
                 getattr(routed, name).data.zero_()
                 found += 1
         scale = getattr(routed, f"{bank}_scale", None)
-        if scale is not None and not current_platform.is_cpu():
+        if scale is not None and not is_marked(scale):
             scale.data.zero_()
     if found != 2:
         names = [name for name, _ in routed.named_parameters()]

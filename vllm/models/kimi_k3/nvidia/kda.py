@@ -1,3 +1,4 @@
+from vllm.model_executor.layers.divisible import check_divisible
 from vllm.model_executor.layers.mamba.gdn.kda_a_log import checked_a_log_loader
 
 
@@ -11,6 +12,8 @@ def a_log_weight_loader(upstream):
 class KimiK3DeltaAttention:
     # fork: edit d78b8ae24141
     def __init__(self, prefix: str):
+        # fork: after self.num_heads
+        check_divisible(prefix, "heads", [self.num_heads], self.tp_size)
         # fork: at end
         self.in_proj_qkvgfab.output_is_split = True
         self.A_log.tensor_name = f"{prefix}.A_log"

@@ -1,5 +1,7 @@
 from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
+from vllm.models.kimi_k3.common.expert_names import use_file_names
 from vllm.models.kimi_k3.common.expert_padding import zero_padded_experts
+from vllm.models.kimi_k3.common.parameters import Parameters
 
 
 # fork: extend
@@ -9,6 +11,8 @@ class KimiMoE:
         # fork: instead-of if[-5]
         if self.padded_moe_intermediate_size != moe_intermediate_size:
             zero_padded_experts(self.experts, moe_intermediate_size // self.tp_size)
+        # fork: at end
+        use_file_names(self.experts)
 
 
 # fork: extend
@@ -19,7 +23,7 @@ class KimiLinearModel:
         use_fused_modules(self, config, vllm_config.quant_config)
 
     # fork: edit dd60859d069e
-    def load_weights(self, stacked_params_mapping):
+    def load_weights(self, stacked_params_mapping, params_dict):
         # fork: drop kda_config
         # fork: drop use_full_rank_gate
         # fork: drop beta_shard_id
@@ -27,3 +31,5 @@ class KimiLinearModel:
         # fork: drop if[1]
         # fork: instead-of stacked_params_mapping[0]
         stacked_params_mapping = stacked_params(fused_modules_of(self.config))
+        # fork: after params_dict
+        params_dict = Parameters(params_dict)

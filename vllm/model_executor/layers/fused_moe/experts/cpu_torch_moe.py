@@ -205,16 +205,3 @@ class CPUTorchUnquantizedExperts(CPUTorchExperts):
         self, w2: torch.Tensor, expert: int, dtype: torch.dtype
     ) -> torch.Tensor:
         return w2[expert]
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Zero the columns and rows that pad the per-rank expert width.
-
-        The model may widen the experts beyond the file's width; nothing loads the
-        extra part, which is uninitialised memory.
-        """
-        width = self.moe_config.intermediate_size_per_partition_unpadded
-        padded = layer.w2_weight.shape[-1]
-        assert width is not None
-        if width < padded:
-            layer.w13_weight.data.unflatten(1, (2, padded))[:, :, width:].zero_()
-            layer.w2_weight.data[..., width:].zero_()

@@ -1,3 +1,4 @@
+from vllm.model_executor.layers.divisible import check_divisible
 from vllm.model_executor.layers.mamba.gdn.kda_a_log import checked_a_log_loader
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import current_platform
 from vllm.v1.attention.backend import AttentionBackend
@@ -13,6 +14,8 @@ def a_log_weight_loader(upstream):
 class KimiGatedDeltaNetAttention:
     # fork: edit de121ed2a3a1
     def __init__(self, prefix: str):
+        # fork: after self.num_heads
+        check_divisible(prefix, "heads", [self.num_heads], self.tp_size)
         # fork: at end
         self.A_log.tensor_name = f"{prefix}.A_log"
 

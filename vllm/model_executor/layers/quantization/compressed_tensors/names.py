@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from vllm.checkpoint.strictness import refuse
 from vllm.model_executor.layers.quantization.utils.modelopt_names import (
     canonical_name,
     shards_of,
@@ -41,7 +42,8 @@ def find_target(
         packed_modules_mapping: Fused name to shard names, from the model.
 
     Raises:
-        ValueError: The shards of a fused module have different schemes.
+        ValueError: The shards of a fused module have different schemes. If the user
+            lets that through, the first shard decides.
     """
     ignore, targets = tuple(ignore), tuple(schemes)
     by_class = next((t for t in targets if _is_class(t, class_name)), None)
@@ -57,7 +59,7 @@ def find_target(
     found = {shard.rpartition(".")[2]: of(shard) for shard in shards}
     first, *rest = (schemes.get(target or "") for target in found.values())
     if any(scheme != first for scheme in rest):
-        raise ValueError(
+        refuse(
             f"{name}: vLLM runs {list(found)} as one layer, but the quantisation config "
             f"gives them different schemes: {_describe(found)}. Quantise them alike, or "
             "ignore all of them."

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from vllm.checkpoint import fused_modules as fused
+from vllm.checkpoint.strictness import refuse
 
 __all__ = [
     "canonical_name",
@@ -79,7 +80,7 @@ def canonical_table(layers: Mapping[str, Mapping]) -> dict[str, str]:
 
     Raises:
         ValueError: An entry has no ``quant_algo``, or two spellings of one module
-            disagree.
+            disagree. If the user lets the latter through, the first one decides.
     """
     table: dict[str, str] = {}
     origin: dict[str, str] = {}
@@ -92,7 +93,7 @@ def canonical_table(layers: Mapping[str, Mapping]) -> dict[str, str]:
             name = bank[1]
         algo = str(algo).upper()
         if table.setdefault(name, algo) != algo:
-            raise ValueError(
+            refuse(
                 f"quantized_layers gives {origin[name]!r} {table[name]} and {key!r} "
                 f"{algo}, which are the same module"
             )
@@ -110,11 +111,12 @@ def check_algo(name: str, algo: str, kind: str | None = None) -> None:
             whether any kind supports it.
 
     Raises:
-        ValueError: It does not.
+        ValueError: It does not. If the user lets that through, upstream decides, which
+            takes the layer for unquantised.
     """
     supported = _ALGOS[kind] if kind else sorted(set().union(*_ALGOS.values()))
     if algo not in supported:
-        raise ValueError(
+        refuse(
             f"{name}: quant_algo {algo!r} is not supported for a {kind or 'layer'} of a "
             f"MIXED_PRECISION checkpoint; supported: {', '.join(supported)}"
         )
@@ -146,7 +148,8 @@ def find_algo(
 
     Raises:
         ValueError: Only some shards of a fused module are listed, or with
-            different algorithms.
+            different algorithms. If the user lets that through, the first one listed
+            decides.
     """
     canonical = canonical_name(name)
     if bank := _EXPERT.fullmatch(canonical):
@@ -156,18 +159,19 @@ def find_algo(
     if listed:
         missing = [_last(shard) for shard in shards if shard not in table]
         if missing:
-            raise ValueError(
+            refuse(
                 f"{name}: quantized_layers lists {_lasts(listed)} but not {missing}, "
                 "and vLLM runs them as one layer. List all of them, or none."
             )
-        algos = set(listed.values()) | {table.get(canonical, next(iter(listed.values())))}
+        first = next(iter(listed.values()))
+        algos = set(listed.values()) | {table.get(canonical, first)}
         if len(algos) > 1:
-            raise ValueError(
+            refuse(
                 f"{name}: its shards are listed with different algorithms: "
                 f"{ {_last(k): v for k, v in listed.items()} }, and vLLM runs them as "
                 "one layer. Quantise them alike."
             )
-        return algos.pop()
+        return first
     return table.get(canonical)
 
 
@@ -214,7 +218,8 @@ def is_excluded(
         packed_modules_mapping: Fused name → shard names, from the model.
 
     Raises:
-        ValueError: Only some shards of a fused module are excluded.
+        ValueError: Only some shards of a fused module are excluded. If the user lets
+            that through, the first shard decides.
     """
     patterns = tuple(patterns)
     if _matches(canonical_name(name), patterns):
@@ -223,11 +228,11 @@ def is_excluded(
     hit = [shard for shard in shards if _matches(shard, patterns)]
     if hit and len(hit) < len(shards):
         rest = _lasts(shard for shard in shards if shard not in hit)
-        raise ValueError(
+        refuse(
             f"{name}: exclude_modules excludes {_lasts(hit)} but not {rest}, and vLLM "
             "runs them as one layer. Exclude all of them, or none."
         )
-    return bool(hit)
+    return bool(hit) and hit[0] == shards[0]
 
 
 @lru_cache(maxsize=65536)

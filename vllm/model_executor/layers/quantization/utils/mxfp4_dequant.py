@@ -10,12 +10,11 @@ An MXFP4 weight ``[rows, cols]`` is stored as
 
 import torch
 
-from vllm.model_executor.layers.quantization.utils.nvfp4_dequant import unpack_e2m1
+from vllm.model_executor.layers.quantization.utils.nvfp4_dequant import scale_blocks
 
-__all__ = ["E8M0_NAN", "MXFP4_BLOCK", "dequantize_mxfp4"]
+__all__ = ["MXFP4_BLOCK", "dequantize_mxfp4"]
 
 MXFP4_BLOCK = 32
-E8M0_NAN = 0xFF
 
 
 def dequantize_mxfp4(
@@ -36,20 +35,4 @@ def dequantize_mxfp4(
     Raises:
         ValueError: The shapes or dtypes do not form an MXFP4 weight.
     """
-    rows, half = packed.shape
-    blocks = half * 2 // MXFP4_BLOCK
-    if packed.dtype != torch.uint8 or half * 2 % MXFP4_BLOCK:
-        raise ValueError(
-            f"MXFP4 weight: expected packed uint8 with a multiple of {MXFP4_BLOCK} "
-            f"columns, found {packed.dtype} {tuple(packed.shape)}."
-        )
-    if block_scale.dtype == torch.uint8:
-        block_scale = block_scale.view(torch.float8_e8m0fnu)
-    if block_scale.dtype != torch.float8_e8m0fnu or block_scale.shape != (rows, blocks):
-        raise ValueError(
-            f"MXFP4 block scale: expected e8m0 {(rows, blocks)}, found "
-            f"{block_scale.dtype} {tuple(block_scale.shape)}."
-        )
-    values = unpack_e2m1(packed).view(rows, blocks, MXFP4_BLOCK)
-    values.mul_(block_scale.float().unsqueeze(-1))
-    return values.view(rows, 2 * half).to(out_dtype)
+    return scale_blocks(packed, block_scale, torch.float8_e8m0fnu, MXFP4_BLOCK, "MXFP4").to(out_dtype)

@@ -11,7 +11,7 @@ An NVFP4 weight ``[rows, cols]`` is stored as
 
 import torch
 
-__all__ = ["NVFP4_BLOCK", "dequantize_nvfp4", "unpack_e2m1"]
+__all__ = ["NVFP4_BLOCK", "dequantize_nvfp4", "scale_blocks", "unpack_e2m1"]
 
 NVFP4_BLOCK = 16
 
@@ -59,21 +59,47 @@ def dequantize_nvfp4(
     Raises:
         ValueError: The shapes or dtypes do not form an NVFP4 weight.
     """
+    return scale_blocks(packed, block_scale, torch.float8_e4m3fn, NVFP4_BLOCK, "NVFP4", tensor_scale).to(out_dtype)
+
+
+def scale_blocks(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    scale_dtype: torch.dtype,
+    block: int,
+    name: str,
+    tensor_scale: torch.Tensor | float = 1.0,
+) -> torch.Tensor:
+    """Return ``e2m1 * (block_scale * tensor_scale)`` in float32.
+
+    Args:
+        packed: uint8 ``[rows, cols / 2]``.
+        block_scale: ``[rows, cols / block]``; uint8 is read as bits of ``scale_dtype``.
+        scale_dtype: e4m3 or e8m0.
+        block: Columns of a block.
+        name: The format, for messages.
+        tensor_scale: Scalar, or float32 broadcastable to ``[rows, 1]``.
+
+    Returns:
+        ``[rows, cols]``.
+
+    Raises:
+        ValueError: The shapes or dtypes do not form such a weight.
+    """
     rows, half = packed.shape
-    blocks = half * 2 // NVFP4_BLOCK
-    if packed.dtype != torch.uint8 or half * 2 % NVFP4_BLOCK:
+    blocks = half * 2 // block
+    if packed.dtype != torch.uint8 or half * 2 % block:
         raise ValueError(
-            f"NVFP4 weight: expected packed uint8 with a multiple of "
-            f"{NVFP4_BLOCK} columns, found {packed.dtype} {tuple(packed.shape)}."
+            f"{name} weight: expected packed uint8 with a multiple of {block} columns, "
+            f"found {packed.dtype} {tuple(packed.shape)}."
         )
     if block_scale.dtype == torch.uint8:
-        block_scale = block_scale.view(torch.float8_e4m3fn)
-    if block_scale.dtype != torch.float8_e4m3fn or block_scale.shape != (rows, blocks):
+        block_scale = block_scale.view(scale_dtype)
+    if block_scale.dtype != scale_dtype or block_scale.shape != (rows, blocks):
         raise ValueError(
-            f"NVFP4 block scale: expected e4m3 {(rows, blocks)}, found "
+            f"{name} block scale: expected {scale_dtype} {(rows, blocks)}, found "
             f"{block_scale.dtype} {tuple(block_scale.shape)}."
         )
     scale = block_scale.float() * tensor_scale
-    values = unpack_e2m1(packed).view(rows, blocks, NVFP4_BLOCK)
-    values.mul_(scale.unsqueeze(-1))
-    return values.view(rows, 2 * half).to(out_dtype)
+    values = unpack_e2m1(packed).view(rows, blocks, block)
+    return values.mul_(scale.unsqueeze(-1)).view(rows, 2 * half)

@@ -16,7 +16,7 @@ import torch
 
 from vllm.logger import init_logger
 
-__all__ = ["Unified", "share_tensor_scale", "share_w13_tensor_scale"]
+__all__ = ["Unified", "share_shard_tensor_scale", "share_tensor_scale", "share_w13_tensor_scale"]
 
 logger = init_logger(__name__)
 
@@ -63,6 +63,37 @@ def share_tensor_scale(
         rounded += int((error > 0).sum())
         worst = max(worst, error.max().item())
     return Unified(kept, rounded, worst)
+
+
+def share_shard_tensor_scale(
+    layer_name: str, block_scale: torch.Tensor, tensor_scales: torch.Tensor, rows: Sequence[int]
+) -> None:
+    """Re-express the shards of a fused linear layer for the largest of their tensor scales.
+
+    Args:
+        layer_name: For the message.
+        block_scale: float8_e4m3fn ``[sum(rows), columns / 16]``, changed in place where
+            shards differ.
+        tensor_scales: ``[shards]``, multipliers.
+        rows: Rows of each shard.
+
+    Raises:
+        ValueError: Scales differ, and one of them is not positive.
+    """
+    if bool((tensor_scales == tensor_scales[0]).all()):
+        return
+    if not bool((tensor_scales > 0).all()):
+        raise ValueError(
+            f"{layer_name}: its shards have the tensor scales {tensor_scales.tolist()}, "
+            "expected positive ones. Re-export the checkpoint."
+        )
+    done = share_tensor_scale(block_scale, tensor_scales, rows)
+    report = logger.warning if done.rounded else logger.info
+    report(
+        "%s: its shards have different tensor scales; their block scales were re-expressed for the largest one, %s.",
+        layer_name,
+        f"{done.rounded} of them rounded by up to {done.worst:.1%}" if done.rounded else "exactly",
+    )
 
 
 def share_w13_tensor_scale(

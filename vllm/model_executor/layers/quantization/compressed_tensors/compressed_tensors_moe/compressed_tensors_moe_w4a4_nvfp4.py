@@ -3,40 +3,39 @@
 import torch
 
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.experts.cpu_nvfp4_moe import (
-    DIVISORS,
-    check_expert_scales,
-    mark_scales_unloaded,
-)
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import (
-    NvFp4MoeBackend,
     scales_gate_and_up_apart,
 )
+from vllm.model_executor.layers.quantization.utils.fp4_expert_scales import (
+    finish_expert_scales,
+    mark_expert_scales,
+    quantizes_activations,
+)
+from vllm.model_executor.layers.quantization.utils.fp4_scales import NVFP4_COMPRESSED
 from vllm.model_executor.layers.quantization.utils.nvfp4_tensor_scale import (
     share_w13_tensor_scale,
 )
-from vllm.platforms import current_platform
 
 
 # fork: extend
 class CompressedTensorsW4A4Nvfp4MoEMethod:
+    # fork: edit d4ee30b2efbd
+    def __init__(self, use_a16: bool):
+        # fork: at end
+        self.use_a16 = use_a16
+
     # fork: edit 50b9104e57b5
     def create_weights(self, layer: torch.nn.Module):
         # fork: at end
-        if current_platform.is_cpu():
-            mark_scales_unloaded(layer, DIVISORS)
+        mark_expert_scales(layer, NVFP4_COMPRESSED)
 
     # fork: edit 1892f9c28648
     def process_weights_after_loading(
         self, layer: RoutedExperts, w13_weight_global_scale: torch.Tensor, upstream
     ) -> None:
         # fork: at start
-        if current_platform.is_cpu():
-            check_expert_scales(
-                layer,
-                activations=self.nvfp4_backend == NvFp4MoeBackend.EMULATION,
-                names=DIVISORS,
-            )
+        activations = quantizes_activations(self.nvfp4_backend, self.use_a16)
+        finish_expert_scales(layer, NVFP4_COMPRESSED, activations)
         # fork: drop if
         # fork: instead-of w13_weight_global_scale
         if scales_gate_and_up_apart(self.nvfp4_backend):
