@@ -1,6 +1,8 @@
 """Guards: tests of vLLM run against the composed tree of this checkout, brought up to date, or not at all."""
 
-import pytest
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from tools.fork.base import Fork
 from tools.fork.parse import ForkError
@@ -16,7 +18,13 @@ def guard(fork: Fork) -> str:
     return "\n".join(map(str, shadowed(fork)))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Applies the guards before anything imports vllm; the composer's own tests need no vllm."""
-    if not all("tests/fork" in str(argument) for argument in config.args) and (found := guard(Fork())):
-        pytest.exit(found, returncode=2)
+def names_only_the_composers_tests(arguments: Sequence[str]) -> bool:
+    """Whether all paths among pytest's arguments lie in tests/fork, whose tests need no vllm."""
+    paths = [path for argument in arguments if (path := Path(argument.partition("::")[0])).exists()]
+    return bool(paths) and all(path.resolve().is_relative_to(Path(__file__).parent / "fork") for path in paths)
+
+
+# On import, not in a hook: pytest calls none before it has read the conftest.py of a named folder or file as well.
+if not names_only_the_composers_tests(sys.argv[1:]) and (found := guard(Fork())):
+    print(found, file=sys.stderr)
+    raise SystemExit(2)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-# vllm is imported inside the fixtures: pytest loads this file before the guards of
-# tests/conftest.py have brought the composed tree up to date.
+# vllm is imported inside the fixtures, so that collecting tests costs no start of it.
 
 # Partial blocks everywhere: 576-row kv_a, 2-row b_proj, 48-column f_b, 192-row q_a.
 SHAPE = dict(

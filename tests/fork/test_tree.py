@@ -1,6 +1,7 @@
 """The composed tree on disk: complete, atomic, guarded, and seen by Python as ours."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -321,3 +322,24 @@ def test_the_suite_refuses_a_stale_or_shadowed_tree(make_fork: Callable) -> None
     assert not stale(fork)  # it synced by itself
     write(fork.root, {"vllm/calc.py": "def area(): ...\n"})
     assert "EXISTS" in guard(fork) and "STALE" in guard(fork)
+
+
+@pytest.mark.parametrize("named", ["tests/other", "tests/other/test_it.py::test_it", "tests/fork tests/other", "."])
+def test_the_suite_is_guarded_before_a_folders_own_conftest_runs(tmp_path: Path, named: str) -> None:
+    """That conftest may import vllm, and pytest reads it before it calls any hook of ours."""
+    for folder in ("fork", "other"):
+        write(tmp_path, {f"tests/{folder}/test_it.py": "def test_it(): ...\n"})
+    write(tmp_path, {"tests/other/conftest.py": "print('other imports vllm')\n", "pyproject.toml": ""})
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+    def run(*names: str) -> tuple[int, str]:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([*command, *names], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    status, output = run(*named.split())
+    assert status != 0 and "KeyError: 'tool'" in output and "other imports vllm" not in output
+    status, output = run("tests/fork")
+    assert status == 0, output

@@ -33,12 +33,9 @@ from tests.quantization.exactness import (
     make_attention,
     make_linear,
 )
-from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.quantization import block_fp8_linear
 from vllm.model_executor.layers.quantization.block_fp8_linear import choose_block_fp8_kernel
-from vllm.model_executor.layers.quantization.modelopt import ModelOptKVCacheMethod
 from vllm.model_executor.layers.quantization.utils.block_scale_layout import place_span
-from vllm.models.kimi_k3.cpu.linear import KimiLinearForCausalLM
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the layers of the CPU platform")
@@ -397,44 +394,6 @@ def test_a_log_of_other_heads_is_refused(tp, cls, stored, found):
     param = make_attention(cls, Shape(heads=4)).module.A_log
     with pytest.raises(ValueError, match=rf"layers\.0\.self_attn\.A_log: .*4 heads.*found {found}"):
         param.weight_loader(param, torch.tensor(stored))
-
-
-@pytest.mark.parametrize("stored,used", [(0.5, 0.5), (None, 1.0)])
-def test_cache_scale(stored, used):
-    """PUBLIC_CASES 37: k_scale and v_scale 0.5 arrive; without them, 1."""
-    method = ModelOptKVCacheMethod(None)
-    layer = torch.nn.Module()
-    for name in "qkv":
-        layer.register_buffer(f"_{name}_scale", torch.full((), math.nan))
-        layer.register_buffer(f"_{name}_scale_cpu", torch.full((), math.nan))
-    layer.register_buffer("_prob_scale", torch.full((), math.nan))
-    layer.kv_cache_dtype, layer.calculate_kv_scales = "fp8", False
-    method.create_weights(layer)
-    for name in ("k_scale", "v_scale") if stored else ():
-        param = getattr(layer, name)
-        param.weight_loader(param, torch.tensor(stored))
-    method.process_weights_after_loading(layer)
-    assert layer._k_scale.item() == layer._v_scale.item() == used
-    assert layer._k_scale_float == layer._v_scale_float == used
-
-
-@pytest.mark.parametrize("fp8_prefill", [False, True])
-@pytest.mark.parametrize("cls", MLA)
-def test_kv_b_is_asked_what_input_it_accepts(tp, cls, fp8_prefill):
-    """PUBLIC_CASES 38: the cache's dtype and context parallelism have no say; None keeps the activation's."""
-    tp.rank, tp.size = 1, 2
-    layer = make_attention(cls, Shape(heads=4, q_lora=256)).linears["kv_b_proj"]
-    assert layer.weight.dtype == torch.float8_e4m3fn
-    assert mla_attention._get_kv_b_proj_input_dtype(layer, fp8_prefill) is None
-    plain = SimpleNamespace(weight=torch.zeros(1, dtype=torch.bfloat16), quant_method=None)
-    assert mla_attention._get_kv_b_proj_input_dtype(plain, fp8_prefill) == torch.bfloat16
-
-
-def test_a_draft_model_is_refused_on_cpu():
-    """PUBLIC_CASES 39: before any of its weights is read, so that no FP8 code is taken for a value."""
-    config = SimpleNamespace(speculative_config=object())
-    with pytest.raises(ValueError, match="on CPU does not support speculative decoding"):
-        KimiLinearForCausalLM(vllm_config=config)
 
 
 # ---- the proof notices ------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor scale for halves that had two (case 29)."""
+"""One tensor scale for halves that had two (PUBLIC_CASES 29)."""
 
 import logging
 
@@ -96,7 +96,7 @@ def test_only_experts_whose_halves_differ_are_touched(monkeypatch):
 
 
 def test_a_bad_expert_is_named():
-    """Case 30, on every platform."""
+    """PUBLIC_CASES 30, on every platform."""
     tensor_scales = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     with pytest.raises(ValueError, match="layers.1.experts: the tensor scale of w3 of local expert 1 is 0.0"):
         share_w13_tensor_scale("layers.1.experts", block_scales(2, 2, 1), tensor_scales)

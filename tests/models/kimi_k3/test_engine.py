@@ -58,6 +58,9 @@ class Engine:
         del self.llm
         gc.collect()
 
+    def generate(self, prompts, params):
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
     def table(self, positions) -> torch.Tensor:
         """Log-probs of positions as [positions, vocab]."""
         return torch.tensor([[p[token].logprob for token in range(self.vocab)] for p in positions])
@@ -72,7 +75,7 @@ class Engine:
             detokenize=False,
             prompt_logprobs=-1 if prompt_logprobs else None,
         )
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        outputs = self.generate(prompts, params)
         worst = 0.0
         for prompt, output in zip(prompts, outputs):
             generated = output.outputs[0]

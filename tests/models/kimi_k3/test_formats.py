@@ -87,7 +87,7 @@ def served(files):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_log_probs_equal_the_reference(served, name, record_property):
-    """Every expert, block and shard where the rank needs it (case 23 for FP8 at TP1 and TP2)."""
+    """Every expert, block and shard where the rank needs it (PUBLIC_CASES 23 for FP8 at TP1 and TP2)."""
     *_, worst = served(name)
     record_property("max_abs_delta_logprob", worst)
     assert worst <= BOUND
@@ -232,12 +232,15 @@ def test_one_ignored_shard_of_a_fused_module_stops_the_engine(one_rank, ignored,
         initialize_model(vllm_config=config)
 
 
-def test_redundant_experts_are_refused(files):
-    """PUBLIC_CASES 35: expert load balancing is not for this platform."""
+@pytest.mark.parametrize("name", FILES)
+def test_redundant_experts_are_refused(name, tmp_path):
+    """PUBLIC_CASES 35: expert load balancing is not for this platform, whatever the format."""
     from vllm.engine.arg_utils import EngineArgs
 
+    need(name)
+    make_tiny(tmp_path / "m", seed=3, shape=SHAPE, **FILES[name])
     args = EngineArgs(
-        model=str(files("nvfp4-ct")),
+        model=str(tmp_path / "m"),
         dtype="float32",
         enable_eplb=True,
         eplb_config={"num_redundant_experts": 2},

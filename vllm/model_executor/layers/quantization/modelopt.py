@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import (
     scales_gate_and_up_apart,
@@ -10,7 +11,10 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.block_fp8_linear import (
     BlockFp8LinearMethod,
 )
-from vllm.model_executor.layers.quantization.modelopt import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptKVCacheMethod,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.layers.quantization.utils.fp4_expert_scales import (
     finish_expert_scales,
     mark_expert_scales,
@@ -158,6 +162,11 @@ class ModelOptMixedPrecisionConfig:
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str, quant_algo: str | None
     ) -> QuantizeMethodBase | None:
+        # An MLA layer is no `Attention`, and has a cache too. On GPUs its name is that
+        # of its projections' parent, whose algorithm is not for the cache.
+        # fork: instead-of if[0]
+        if isinstance(layer, AttentionLayerBase):
+            return ModelOptKVCacheMethod(self) if self.kv_cache_quant_method else None
         # fork: after quant_algo
         if quant_algo is not None:
             for cls, kind in (
@@ -167,7 +176,7 @@ class ModelOptMixedPrecisionConfig:
             ):
                 if isinstance(layer, cls):
                     check_algo(prefix, quant_algo, kind)
-            if quant_algo == "FP8_PB_WO":
+            if quant_algo == "FP8_PB_WO" and isinstance(layer, LinearBase):
                 return ModelOptFp8PbWoLinearMethod(self.fp8_config)
 
     # fork: edit c9dcb6e82e45

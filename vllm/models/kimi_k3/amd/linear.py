@@ -3,9 +3,11 @@ from torch import nn
 from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
 from vllm.model_executor.layers.divisible import check_divisible
 from vllm.model_executor.models.interfaces import SupportsQuant
-from vllm.models.kimi_k3.amd.linear import EagleModelMixin
+from vllm.models.kimi_k3.amd.linear import EagleModelMixin, is_pp_missing_parameter
+from vllm.models.kimi_k3.common.cache_scales import cache_scale_name
 from vllm.models.kimi_k3.common.expert_names import use_file_names
 from vllm.models.kimi_k3.common.expert_padding import zero_padded_experts
+from vllm.models.kimi_k3.common.expert_width import rank_expert_width
 from vllm.models.kimi_k3.common.parameters import Parameters
 from vllm.platforms import current_platform
 
@@ -13,10 +15,15 @@ from vllm.platforms import current_platform
 # fork: extend
 class KimiMoE:
     # fork: edit 193e1476157e
-    def __init__(self, moe_intermediate_size):
+    def __init__(self, moe_intermediate_size, min_moe_intermediate_per_partition):
+        # fork: instead-of if[0]
+        width = rank_expert_width(
+            moe_intermediate_size, min_moe_intermediate_per_partition
+        )
+        self.padded_moe_intermediate_size = width.total
         # fork: instead-of if[-3]
-        if self.padded_moe_intermediate_size != moe_intermediate_size:
-            zero_padded_experts(self.experts, moe_intermediate_size // self.tp_size)
+        if width.padded:
+            zero_padded_experts(self.experts, width.logical)
         # fork: at end
         use_file_names(self.experts)
 
@@ -47,7 +54,7 @@ class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
         use_fused_modules(self, config, vllm_config.quant_config)
 
     # fork: edit ebfdbdaf41a5
-    def load_weights(self, stacked_params_mapping, params_dict):
+    def load_weights(self, stacked_params_mapping, name, params_dict):
         # fork: drop kda_config
         # fork: drop use_full_rank_gate
         # fork: drop beta_shard_id
@@ -57,3 +64,7 @@ class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
         stacked_params_mapping = stacked_params(fused_modules_of(self.config))
         # fork: after params_dict
         params_dict = Parameters(params_dict)
+        # fork: instead-of remapped_name
+        remapped_name = None
+        if not is_pp_missing_parameter(name, self):
+            remapped_name = cache_scale_name(name, params_dict)
