@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,6 +159,9 @@ def release() -> Iterator[Release]:
     with contextlib.suppress(ModuleNotFoundError):  # not every release has one
         importlib.import_module("vllm.models.kimi_k3.amd.kda")
     state = Release()
+    # Constructors of other platforms load these; a second library of a CPU wheel ends the process.
+    placed = [name for name in ("vllm._C", "vllm._rocm_C") if name not in sys.modules]
+    sys.modules.update((name, ModuleType(name)) for name in placed)
     patches: dict[str, Any] = {
         "get_tensor_model_parallel_rank": lambda: state.rank,
         "get_tensor_model_parallel_world_size": lambda: state.size,
@@ -175,6 +178,8 @@ def release() -> Iterator[Release]:
         yield state
     finally:
         state.restore()
+        for name in placed:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager
