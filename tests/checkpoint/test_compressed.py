@@ -11,6 +11,7 @@ from tests.models.kimi_k3 import reference
 from vllm.checkpoint import compressed
 from vllm.checkpoint.errors import CheckpointError
 from vllm.checkpoint.preflight import check_checkpoint
+from vllm.checkpoint.ranks import Deployment
 from vllm.checkpoint.tensors import checkpoint_tensors
 from vllm.checkpoint.tiny import ATTENTIONS, FORMATS, make_tiny
 
@@ -194,7 +195,7 @@ def test_multimodal_files_keep_the_config_where_the_published_ones_do(format, wh
 
 
 def test_a_checkpoint_passes_its_own_check(case):
-    check_checkpoint(case[0], 2)
+    check_checkpoint(case[0], Deployment(2))
 
 
 def test_same_seed_same_bytes(paths, shape, tmp_path):

@@ -13,8 +13,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from vllm.checkpoint import strictness
 from vllm.checkpoint.errors import CheckpointError
+from vllm.checkpoint.model import read_model
 from vllm.checkpoint.preflight import check_before_serving, check_checkpoint
+from vllm.checkpoint.ranks import Deployment
 from vllm.checkpoint.tiny import make_tiny
 
 pytest.importorskip("modelopt", reason="writes a quantised checkpoint: pip install 'vllm[quantize]'")
@@ -160,7 +163,7 @@ CASES = {
 
 def test_a_good_checkpoint_passes(good):
     for tp in (1, 2, 4):
-        check_checkpoint(good, tp)
+        check_checkpoint(good, Deployment(tp))
     check_checkpoint(good, quantization="modelopt_mixed")
 
 
@@ -174,9 +177,19 @@ def test_bad_files_are_refused(folder, case):
     assert str(folder) in str(caught.value)
 
 
+def test_who_asks_for_inexact_files_gets_a_warning(folder, monkeypatch):
+    spoil, message = CASES["one input scale missing"]
+    spoil(folder)
+    said = []
+    monkeypatch.setenv("VLLM_ALLOW_INEXACT_CHECKPOINT", "1")
+    monkeypatch.setattr(strictness.logger, "warning", lambda text, *args: said.append(text % args))
+    assert check_checkpoint(folder).errors
+    assert len(said) == 1 and re.search(message, said[0])
+
+
 def test_tensor_parallel_size_must_divide_the_heads(good):
     with pytest.raises(CheckpointError, match=r"size 3 does not divide num_attention_heads = 4.*\[1, 2, 4\]"):
-        check_checkpoint(good, 3)
+        check_checkpoint(good, Deployment(3))
 
 
 @pytest.mark.parametrize("asked", ["fp8", "compressed-tensors", "mxfp4"])
@@ -203,10 +216,64 @@ def test_a_log_may_be_longer_than_the_heads(good):
 
 
 def test_what_is_not_ours_passes_unread(tmp_path):
-    args = SimpleNamespace(load_format="auto", tensor_parallel_size=3, quantization="fp8")
+    args = SimpleNamespace(load_format="auto", quantization="fp8", checkpoint_preflight=True)
+    args.tensor_parallel_size, args.pipeline_parallel_size, args.enable_expert_parallel = 3, 1, False
     check_before_serving(SimpleNamespace(**vars(args), model="some-org/some-model"))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     check_before_serving(SimpleNamespace(**vars(args), model=str(tmp_path)))
+
+
+def engine_args(folder, *options):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", str(folder), *options]))
+
+
+def test_one_flag_turns_the_check_off(folder):
+    CASES["missing block scale"][0](folder)
+    with pytest.raises(CheckpointError, match="w2.weight_scale: missing"):
+        check_before_serving(engine_args(folder))
+    check_before_serving(engine_args(folder, "--no-checkpoint-preflight"))
+
+
+def test_the_check_knows_how_the_engine_will_run(good):
+    """Pipeline, tensor and expert parallel sizes are those of the engine's arguments."""
+    for options, message in (
+        (("-tp", "3"), "size 3 does not divide num_attention_heads"),
+        (("-pp", "5"), "pipeline parallel size 5 exceeds"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            check_before_serving(engine_args(good, *options))
+    check_before_serving(engine_args(good, "-tp", "2", "--enable-expert-parallel"))
+
+
+def test_a_good_file_gets_one_line(good, monkeypatch):
+    lines = []
+    monkeypatch.setattr("vllm.checkpoint.preflight.logger.info", lambda text, *values: lines.append(text % values))
+    check_before_serving(engine_args(good, "-tp", "2"))
+    assert len(lines) == 1
+    assert re.search(
+        r"424 tensors in 2 files fit the config; weights by format: NVFP4 72, BF16 \d+, FP8_PB_WO 30, F32 \d+; "
+        r"0\.01 GiB per rank; 2 kinds of block-scaled layers are padded\. Checked in \d\.\d s",
+        lines[0],
+    ), lines
+
+
+def test_fused_modules_are_those_of_the_config(good, tmp_path):
+    """Without a full-rank gate no g_proj runs in KDA's input projection, so the list lacks none."""
+    config = json.loads((good / "config.json").read_text())
+    config["linear_attn_config"]["use_full_rank_gate"] = False
+    layers = config["quantization_config"]["quantized_layers"]
+    for name in [n for n in layers if n.endswith("g_proj") and not n.startswith("model.layers.2.")]:
+        del layers[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model(tmp_path)
+    assert model.refused == () and model.algos[f"{KDA}.b_proj.weight"] == "FP8_PB_WO"
+    del layers[f"{KDA}.b_proj"], layers[f"{KDA}.in_proj_qkvgfab"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "in_proj_qkvgfab: quantized_layers lists" in read_model(tmp_path).refused[0]
 
 
 def serve(folder, *options):

@@ -10,6 +10,7 @@ import torch
 from tests.checkpoint.test_preflight import EXPERTS, KDA, edit_config, edit_tensors
 from vllm.checkpoint.errors import CheckpointError
 from vllm.checkpoint.preflight import check_checkpoint
+from vllm.checkpoint.ranks import Deployment
 from vllm.checkpoint.tiny import make_tiny
 
 FORMATS = {
@@ -146,7 +147,7 @@ CASES = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_good_checkpoint_passes(good, name):
     for tp in (1, 2, 4):
-        check_checkpoint(good / name, tp)
+        check_checkpoint(good / name, Deployment(tp))
     check_checkpoint(good / name, quantization="compressed-tensors")
 
 

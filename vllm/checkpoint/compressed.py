@@ -24,7 +24,7 @@ import torch
 from vllm.checkpoint.modelopt import check_ratio, expert_tensor_scale
 from vllm.checkpoint.tensors import TensorSpec
 
-__all__ = ["CompressedTensorsEncoder", "algorithm", "quantization_config"]
+__all__ = ["CompressedTensorsEncoder", "algorithm", "block_fp8", "quantization_config"]
 
 # Our name of a layout -> (the library's preset, its name of the format on disk).
 _LAYOUTS = {
@@ -141,7 +141,7 @@ class CompressedTensorsEncoder:
         weight = source(name).float()
         # The library compiles its rounding, which needs a C++ compiler.
         with torch.compiler.set_stance("force_eager"):
-            stored = self._block_fp8(weight) if algo == "FP8_BLOCK" else self._fp4(name, algo, weight, source)
+            stored = block_fp8(weight) if algo == "FP8_BLOCK" else self._fp4(name, algo, weight, source)
         prefix = name.removesuffix("weight")
         return {prefix + key: value.contiguous() for key, value in stored.items()}
 
@@ -166,14 +166,19 @@ class CompressedTensorsEncoder:
         compressor = BaseCompressor.get_value_from_registry(_LAYOUTS[algo][1])
         return compressor.compress({"weight": weight, **scales}, scheme)
 
-    def _block_fp8(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.quantization.utils import calculate_qparams, maybe_pad_tensor_for_block_quant
 
-        scheme = _scheme("FP8_BLOCK")
-        rows, columns = scheme.weights.block_structure
-        padded = maybe_pad_tensor_for_block_quant(weight, (rows, columns))
-        blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-        scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), scheme.weights)
-        compressor = BaseCompressor.get_value_from_registry(_LAYOUTS["FP8_BLOCK"][1])
-        return compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+def block_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``weight`` e4m3 and ``weight_scale`` float32 of a float32 ``[out, in]``, 128x128 blocks.
+
+    The last blocks may be partial. Its caller keeps torch from compiling.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams, maybe_pad_tensor_for_block_quant
+
+    scheme = _scheme("FP8_BLOCK")
+    rows, columns = scheme.weights.block_structure
+    padded = maybe_pad_tensor_for_block_quant(weight, (rows, columns))
+    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), scheme.weights)
+    compressor = BaseCompressor.get_value_from_registry(_LAYOUTS["FP8_BLOCK"][1])
+    return compressor.compress({"weight": weight, "weight_scale": scale}, scheme)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors a compressed-tensors config quantises, and how they are stored."""
+"""Which tensors a compressed-tensors config quantises."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from vllm.checkpoint.fused_modules import fused_modules
+from vllm.checkpoint.fused_modules import fused_modules_in
 from vllm.checkpoint.tensors import TensorSpec
 from vllm.model_executor.layers.quantization.compressed_tensors.names import find_target
 
-__all__ = ["layouts", "stored"]
+__all__ = ["layouts"]
 
 _FAMILIES = ("kda", "mla", "dense", "shared", "expert")
 _NATIVE = "mxfp4-pack-quantized"
@@ -61,8 +60,8 @@ def layouts(specs: Mapping[str, TensorSpec], quant: Mapping[str, Any]) -> dict[s
         target = find_target(module, "Linear" if family in _FAMILIES else "", schemes, ignore, {})
         if target is not None:
             found[name] = _layout(schemes[target])
-    for fused, shards in _fused(linears.values()):
-        find_target(fused, "Linear", schemes, ignore, {fused.rpartition(".")[2]: shards})
+    for name, fused in fused_modules_in(linears.values()).items():
+        find_target(name, "Linear", schemes, ignore, {fused.name: fused.shards})
     if quant.get("format") == _NATIVE:
         left_out = [name for name in experts if name not in found]
         others = [name for name in found if name not in experts]
@@ -74,37 +73,3 @@ def layouts(specs: Mapping[str, TensorSpec], quant: Mapping[str, Any]) -> dict[s
                 "experts quantised and nothing else. Name each group's own format and 'mixed-precision' at the top."
             )
     return found
-
-
-def _fused(modules) -> Iterator[tuple[str, list[str]]]:
-    """Fused modules whose shards the checkpoint has, with the shards' names."""
-    children: dict[str, set[str]] = {}
-    for module in modules:
-        parent, _, last = module.rpartition(".")
-        children.setdefault(parent, set()).add(last)
-    for parent, names in children.items():
-        for fused in fused_modules(full_rank_gate="g_proj" in names, low_rank_query="q_a_proj" in names):
-            if names.issuperset(fused.shards):
-                yield f"{parent}.{fused.name}", list(fused.shards)
-
-
-def stored(name: str, spec: TensorSpec, layout: str) -> dict[str, tuple[tuple[str, ...], list[tuple]]] | None:
-    """What a file holds for one weight: name -> (dtypes, shapes); None if unknown here.
-
-    Without the input scale, which may be absent.
-    """
-    prefix = name.removesuffix("weight")
-    out, inp = spec.shape
-    scale = f"{prefix}weight_scale"
-    if layout == "FP8_BLOCK":
-        blocks = (math.ceil(out / 128), math.ceil(inp / 128))
-        return {name: (("F8_E4M3",), [spec.shape]), scale: (("F32", "BF16", "F16"), [blocks])}
-    packed = {f"{prefix}weight_packed": (("U8",), [(out, inp // 2)])}
-    if layout == "MXFP4":
-        return packed | {scale: (("U8", "F8_E8M0"), [(out, inp // 32)])}
-    if layout == "NVFP4":
-        return packed | {
-            scale: (("F8_E4M3",), [(out, inp // 16)]),
-            f"{prefix}weight_global_scale": (("F32",), [(1,), ()]),
-        }
-    return None

@@ -13,6 +13,7 @@ from typing import Any
 __all__ = [
     "FusedModule",
     "fused_modules",
+    "fused_modules_in",
     "fused_modules_of",
     "packed_modules_mapping",
     "stacked_params",
@@ -63,6 +64,20 @@ def fused_modules_of(config: Any) -> tuple[FusedModule, ...]:
         full_rank_gate=bool(kda.get("use_full_rank_gate", False)),
         low_rank_query=getattr(config, "q_lora_rank", None) is not None,
     )
+
+
+def fused_modules_in(modules: Iterable[str]) -> dict[str, FusedModule]:
+    """Fused modules whose shards are all among the given module names, by full name."""
+    children: dict[str, set[str]] = {}
+    for module in modules:
+        parent, _, last = module.rpartition(".")
+        children.setdefault(parent, set()).add(last)
+    return {
+        f"{parent}.{fused.name}": fused
+        for parent, names in children.items()
+        for fused in fused_modules(full_rank_gate="g_proj" in names, low_rank_query="q_a_proj" in names)
+        if names.issuperset(fused.shards)
+    }
 
 
 def packed_modules_mapping(modules: Iterable[FusedModule]) -> dict[str, list[str]]:

@@ -164,7 +164,7 @@ def _mlp(hidden: int, width: int, family: str) -> Iterator[tuple[str, TensorSpec
     yield "down_proj.weight", _linear(hidden, width, f"{family}.down_proj")
 
 
-def _moe(config: Config) -> Iterator[tuple[str, TensorSpec]]:
+def _moe(config: Config, most: int | None) -> Iterator[tuple[str, TensorSpec]]:
     hidden = _get(config, "hidden_size")
     experts, width = _get(config, "num_experts"), _get(config, "moe_intermediate_size")
     latent = config.get("routed_expert_hidden_size")
@@ -189,7 +189,7 @@ def _moe(config: Config) -> Iterator[tuple[str, TensorSpec]]:
         for name, spec in _mlp(hidden, width * shared, "shared"):
             yield f"shared_experts.{name}", spec
     expert_in = hidden if latent is None else latent
-    for expert in range(experts):
+    for expert in range(experts if most is None else min(experts, most)):
         for name in ("w1", "w3"):
             yield (
                 f"experts.{expert}.{name}.weight",
@@ -201,7 +201,7 @@ def _moe(config: Config) -> Iterator[tuple[str, TensorSpec]]:
         )
 
 
-def _layer(config: Config, index: int) -> Iterator[tuple[str, TensorSpec]]:
+def _layer(config: Config, index: int, experts: int | None) -> Iterator[tuple[str, TensorSpec]]:
     hidden = _get(config, "hidden_size")
     yield "input_layernorm.weight", _norm(hidden)
     yield "post_attention_layernorm.weight", _norm(hidden)
@@ -213,20 +213,22 @@ def _layer(config: Config, index: int) -> Iterator[tuple[str, TensorSpec]]:
     for name, spec in attention(config):
         yield f"self_attn.{name}", spec
     if is_moe_layer(config, index):
-        for name, spec in _moe(config):
+        for name, spec in _moe(config, experts):
             yield f"block_sparse_moe.{name}", spec
     else:
         for name, spec in _mlp(hidden, _get(config, "intermediate_size"), "dense"):
             yield f"mlp.{name}", spec
 
 
-def text_tensors(text_config: Config, prefix: str = "") -> dict[str, TensorSpec]:
+def text_tensors(text_config: Config, prefix: str = "", experts: int | None = None) -> dict[str, TensorSpec]:
     """Tensors of the language model, in model order.
 
     Args:
         text_config: The text config as a plain dict (the whole ``config.json`` of a
             ``KimiLinearForCausalLM`` checkpoint, ``text_config`` of a multimodal one).
         prefix: Put before every name; ``"language_model."`` in the multimodal class.
+        experts: How many experts of each layer to list; None lists all. With 1, expert 0
+            stands for its bank, and the full-size model has 4,000 names, not 250,000.
 
     Returns:
         Name to `TensorSpec`.
@@ -237,7 +239,7 @@ def text_tensors(text_config: Config, prefix: str = "") -> dict[str, TensorSpec]
     hidden, vocab = _get(text_config, "hidden_size"), _get(text_config, "vocab_size")
     specs = {"model.embed_tokens.weight": TensorSpec((vocab, hidden), "BF16", "embedding")}
     for index in range(_get(text_config, "num_hidden_layers")):
-        for name, spec in _layer(text_config, index):
+        for name, spec in _layer(text_config, index, experts):
             specs[f"model.layers.{index}.{name}"] = spec
     if text_config.get("attn_res_block_size") is not None:
         specs["model.output_attn_res_norm.weight"] = _norm(hidden, "attn_res.norm")
@@ -303,11 +305,12 @@ def vision_tensors(vision_config: Config, text_hidden: int) -> dict[str, TensorS
     return specs
 
 
-def checkpoint_tensors(config: Config) -> dict[str, TensorSpec]:
+def checkpoint_tensors(config: Config, experts: int | None = None) -> dict[str, TensorSpec]:
     """Every tensor of an unquantised checkpoint.
 
     Args:
         config: The whole ``config.json`` of either class.
+        experts: As in `text_tensors`.
 
     Raises:
         ValueError: The architecture is neither of the two, or a key is missing.
@@ -315,9 +318,9 @@ def checkpoint_tensors(config: Config) -> dict[str, TensorSpec]:
     architectures = config.get("architectures") or []
     if MULTIMODAL_ARCH in architectures:
         text = _get(config, "text_config")
-        specs = text_tensors(text, TEXT_PREFIX)
+        specs = text_tensors(text, TEXT_PREFIX, experts)
         specs.update(vision_tensors(_get(config, "vision_config"), text["hidden_size"]))
         return specs
     if TEXT_ARCH in architectures:
-        return text_tensors(config)
+        return text_tensors(config, experts=experts)
     raise ValueError(f"config: architectures is {list(architectures)}; expected {TEXT_ARCH} or {MULTIMODAL_ARCH}.")

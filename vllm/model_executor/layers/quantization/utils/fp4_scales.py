@@ -13,6 +13,10 @@ import torch
 from vllm.checkpoint.strictness import refuse
 from vllm.model_executor.kernels.linear import NvFp4LinearKernel
 from vllm.model_executor.layers.quantization.utils.modelopt_names import shards_of
+from vllm.model_executor.layers.quantization.utils.mxfp4_dequant import (
+    E8M0_NAN,
+    MXFP4_BLOCK,
+)
 from vllm.model_executor.layers.quantization.utils.nvfp4_tensor_scale import (
     share_shard_tensor_scale,
 )
@@ -59,7 +63,7 @@ class Fp4Format:
 
 NVFP4_MODELOPT = Fp4Format("NVFP4", 16, 0x7F, 0x38, ("weight_scale_2", "input_scale"))
 NVFP4_COMPRESSED = Fp4Format("NVFP4", 16, 0x7F, 0x38, ("weight_global_scale", "input_global_scale"), True)
-MXFP4 = Fp4Format("MXFP4", 32, 0xFF, 127)
+MXFP4 = Fp4Format("MXFP4", MXFP4_BLOCK, E8M0_NAN, 127)
 
 
 def check_tensor_scale(value: float, name: str, way_out: str = "") -> bool:

@@ -12,9 +12,10 @@ import torch
 
 from vllm.model_executor.layers.quantization.utils.nvfp4_dequant import scale_blocks
 
-__all__ = ["MXFP4_BLOCK", "dequantize_mxfp4"]
+__all__ = ["E8M0_NAN", "MXFP4_BLOCK", "dequantize_mxfp4"]
 
 MXFP4_BLOCK = 32
+E8M0_NAN = 0xFF
 
 
 def dequantize_mxfp4(
