@@ -8,7 +8,7 @@ INSTALL = $(PYTHON) tools/install.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint install clean
+.PHONY: help demo serve accuracy test lint install clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -19,6 +19,9 @@ demo:  ## write a tiny NVFP4 checkpoint, serve it, compare it with a reference
 serve:  ## serve a checkpoint: make serve MODEL=PATH [ARGS='--port 8000 …']
 	@test -n "$(MODEL)" || { echo "Say what to serve: make serve MODEL=PATH [ARGS='…']" >&2; exit 2; }
 	@$(INSTALL) && exec $(BIN)/vllm serve "$(MODEL)" $(ARGS)
+
+accuracy:  ## serve a trained tiny model in each format and judge its answers
+	@$(INSTALL) accuracy && HF_HUB_OFFLINE=1 $(BIN)/python tools/accuracy.py $(ARGS)
 
 test:  ## run the tests: make test [ARGS='tests/fork -x']
 	@$(INSTALL) test && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
@@ -34,5 +37,5 @@ install:  ## install the fork with all that development needs
 	@$(INSTALL) dev
 
 clean:  ## remove .venv, the composed tree, the demo's files and caches
-	rm -rf .venv .fork .demo build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .fork .demo .accuracy build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -43,7 +43,7 @@ shutil.rmtree(fork.home / "build", ignore_errors=True)  # what an earlier build 
 setup(
     version=fork.version,
     install_requires=requirements(fork.flavour),
-    extras_require={name: requirements(name) for name in ("quantize", "test", "dev")},
+    extras_require={name: requirements(name) for name in ("quantize", "accuracy", "test", "dev")},
     package_dir={"": ".fork/composed"},
     packages=find_namespace_packages(".fork/composed", include=["vllm", "vllm.*"]),
     package_data={"": ["*"]},

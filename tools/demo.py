@@ -58,9 +58,10 @@ class Server:
     Args:
         command: What to start.
         log: File that takes its output.
+        variables: More environment variables.
     """
 
-    def __init__(self, command: list[str], log: Path):
+    def __init__(self, command: list[str], log: Path, variables: dict[str, str] | None = None):
         self.log = log
         self.scratch = tempfile.TemporaryDirectory(prefix="vllm-demo-")  # the server leaves its sockets behind
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # a demo talks to nobody
@@ -70,7 +71,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **quiet, "TMPDIR": self.scratch.name},
+                env={**os.environ, **quiet, **(variables or {}), "TMPDIR": self.scratch.name},
                 start_new_session=True,
             )
 

@@ -16,7 +16,7 @@ LOG = VENV / "install.log"
 STAMP = VENV / "fork-installed"
 
 # Each holds the one before it, as the files in requirements/ do.
-EXTRAS = ("", "quantize", "test", "dev")
+EXTRAS = ("", "quantize", "accuracy", "test", "dev")
 
 # Lines of pip and of ours worth showing; a warning on top of them is not.
 NEWS = ("fork:", "Collecting", "Requirement", "Building", "Installing", "Processing")

@@ -75,6 +75,24 @@ def test_both_classes_hold_the_same_language_model(bf16, multimodal):
     assert torch.equal(text.logprobs(tokens), both.logprobs(tokens))
 
 
+@pytest.mark.parametrize("arch", ["text", "multimodal"])
+def test_given_weights_take_the_place_of_random_ones(bf16, shape, arch, tmp_path):
+    weights = {name: -entry.data for name, entry in reference.read_tensors(bf16).items()}
+    make_tiny(tmp_path / "m", shape=shape, seed=9, arch=arch, weights=weights)
+    stored = reference.read_tensors(tmp_path / "m")
+    prefix = "language_model." if arch == "multimodal" else ""
+    assert all(torch.equal(stored[prefix + name].data, values) for name, values in weights.items())
+
+
+@pytest.mark.parametrize("change", [None, torch.zeros(3, dtype=torch.bfloat16), torch.zeros(256)])
+def test_given_weights_of_another_shape_or_dtype_are_named(bf16, shape, change, tmp_path):
+    weights = {name: entry.data for name, entry in reference.read_tensors(bf16).items()}
+    weights["model.norm.weight"] = change
+    with pytest.raises(CheckpointError, match=r"model.norm.weight is .*, expected torch.bfloat16 \[256\]"):
+        make_tiny(tmp_path / "m", shape=shape, weights=weights)
+    assert not any(tmp_path.iterdir())
+
+
 def test_more_shards_on_request(shape, bf16, tmp_path):
     summary = make_tiny(tmp_path / "many", shape=shape, seed=3, max_shard_bytes=1 << 20)
     assert summary.shards >= math.ceil(summary.bytes / (1 << 20)) > 2

@@ -302,6 +302,17 @@ def source_tensor(name: str, spec: TensorSpec, seed: int) -> torch.Tensor:
     return values.to(torch.bfloat16 if spec.dtype == "BF16" else torch.float32)
 
 
+def _given_tensor(name: str, spec: TensorSpec, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor of the caller's, if it is what the descriptor says."""
+    shape = spec.shape if spec.zero_tail_axis is None else (stored_a_log_length(spec.shape[0]),)
+    dtype = torch.bfloat16 if spec.dtype == "BF16" else torch.float32
+    given = weights.get(name)
+    if given is None or tuple(given.shape) != shape or given.dtype != dtype:
+        found = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
+        raise CheckpointError(f"weights: {name} is {found}, expected {dtype} {list(shape)} for this TinyShape.")
+    return given
+
+
 # --- encodings ------------------------------------------------------------------------
 
 # (name, source lookup) -> stored tensors; the name is that of the unquantised tensor.
@@ -443,6 +454,7 @@ def make_tiny(
     force: bool = False,
     w3_scale_ratio: float = 1.0,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    weights: Mapping[str, torch.Tensor] | None = None,
     progress: bool = False,
 ) -> Summary:
     """Write a tiny checkpoint that vLLM can serve.
@@ -459,11 +471,15 @@ def make_tiny(
         w3_scale_ratio: See `modelopt.ModelOptEncoder`; NVFP4 only.
         max_shard_bytes: Upper bound of a shard's unquantised size; there are always at
             least two shards.
+        weights: Unquantised language model to write in place of random values, by name
+            without the multimodal prefix; shapes and dtypes are those of `shape`, with
+            ``A_log`` as long as stored.
         progress: Show a progress bar on standard error.
 
     Raises:
-        CheckpointError: Impossible sizes, an `out` that must not be replaced, or
-            nvidia-modelopt missing for a quantised format.
+        CheckpointError: Impossible sizes, an `out` that must not be replaced,
+            nvidia-modelopt missing for a quantised format, or `weights` of another
+            shape.
     """
     shape = shape or TinyShape()
     shape.check()
@@ -481,7 +497,10 @@ def make_tiny(
     summary = Summary(str(out), format, ARCHITECTURES[arch], seed)
 
     def source(name: str) -> torch.Tensor:
-        return source_tensor(name.removeprefix("language_model."), specs[name], seed)
+        plain = name.removeprefix("language_model.")
+        if weights is not None and not specs[name].kind.startswith("vision"):
+            return _given_tensor(plain, specs[name], weights)
+        return source_tensor(plain, specs[name], seed)
 
     with _replacing(out, force) as work:
         shards = _split(specs, max_shard_bytes)

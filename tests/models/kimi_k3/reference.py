@@ -472,6 +472,22 @@ class Model:
             self.config.get("activation_situ_linear_beta"),
         )
 
+    # What looks at more than one token; a batch of sequences would do these its own way.
+
+    def _short_conv(self, x: Tensor, weight: Tensor) -> Tensor:
+        return short_conv(x, weight)
+
+    def _recurrence(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        return kda_recurrence(q, k, v, log_decay, beta)[0]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention: q, k [T, H, K], v [T, H, V] to [T, H, V]."""
+        tokens = q.shape[0]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        probs = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        return torch.einsum("hqk,khd->qhd", probs, v)
+
     # Attention.
 
     def _kda(self, name: str, x: Tensor) -> Tensor:
@@ -479,7 +495,7 @@ class Model:
         heads, dim = linear["num_heads"], linear["head_dim"]
         tokens = x.shape[0]
         q, k, v = (
-            short_conv(
+            self._short_conv(
                 self._linear(f"{name}.{p}_proj", x),
                 self.weights[f"{name}.{p}_conv1d.weight"],
             ).view(tokens, heads, dim)
@@ -492,7 +508,7 @@ class Model:
         a = (a + self.weights[f"{name}.dt_bias"]).view(tokens, heads, dim)
         log_decay = linear["gate_lower_bound"] * torch.sigmoid(a_log[:heads, None].exp() * a)
         beta = torch.sigmoid(self._linear(f"{name}.b_proj", x))
-        out, _ = kda_recurrence(q, k, v, log_decay, beta)
+        out = self._recurrence(q, k, v, log_decay, beta)
         gate = torch.sigmoid(self._linear(f"{name}.g_proj", x)).view_as(out)
         out = self._norm(f"{name}.o_norm", out) * gate
         return self._linear(f"{name}.o_proj", out.reshape(tokens, -1))
@@ -509,10 +525,7 @@ class Model:
         kv = self._linear(f"{name}.kv_b_proj", c_kv).view(tokens, heads, nope + value)
         k_pe = kv_a[:, None, rank:].expand(tokens, heads, rope)  # shared, not rotated
         k = torch.cat((kv[..., :nope], k_pe), dim=-1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * (nope + rope) ** -0.5
-        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        probs = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
-        out = torch.einsum("hqk,khd->qhd", probs, kv[..., nope:]).reshape(tokens, -1)
+        out = self._attend(q, k, kv[..., nope:]).reshape(tokens, -1)
         if c.get("mla_use_output_gate"):
             out = out * torch.sigmoid(self._linear(f"{name}.g_proj", x))
         return self._linear(f"{name}.o_proj", out)
@@ -579,7 +592,7 @@ class Model:
     def hidden_states(self, token_ids: list[int]) -> Tensor:
         """Final hidden states [T, hidden], before the last norm."""
         c = self.config
-        prefix = self.weights["model.embed_tokens.weight"][torch.tensor(token_ids)]
+        prefix = self.weights["model.embed_tokens.weight"][torch.as_tensor(token_ids)]
         blocks: list[Tensor] = []
         for index in range(c["num_hidden_layers"]):
             name = f"model.layers.{index}"
