@@ -9,7 +9,7 @@ import json
 import math
 import sys
 
-WIDTH, HEIGHT, LEFT, TOP = 420, 320, 56, 40
+WIDTH, HEIGHT, LEFT, TOP = 420, 320, 56, 54
 SERIES = (
     ("marlin_us", "Marlin", "#c0392b"),
     ("us", "this kernel", "#1f5fa8"),

@@ -23,8 +23,11 @@ _COLOURS = {
 }
 _WRONG = "#d1242f"
 _OTHER = "#f0e442"
-_FAMILIES = ("#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0072b2", "#f0e442", "#d55e00", "#9aa0a6", "#6f7d8c")
-_CELL, _LABEL = 11, 250
+_FAMILIES = (
+    "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0072b2", "#f0e442", "#d55e00", "#9aa0a6", "#6f7d8c",
+    "#7b5ea7", "#8c6d4f",
+)  # fmt: skip
+_CELL, _LABEL = 11, 300
 
 _STYLE = """
 :root{color-scheme:light dark;--line:color-mix(in srgb,currentColor 18%,transparent);--soft:color-mix(in srgb,
