@@ -13,8 +13,13 @@ from tools.fork.tree import our_files, where
 CODE = """
 import importlib, json, os, sys
 
+# Upstream's own file imports itself in a circle, unless its importer comes first.
+FIRST = {"vllm.transformers_utils.model_arch_config_convertor": ["vllm.config"]}
+
 def child(name, out):
     if not os.fork():
+        for first in FIRST.get(name, []):
+            importlib.import_module(first)
         print(name, importlib.import_module(name).__file__, flush=True)
         out.write(json.dumps([n for n in sys.modules if not n.startswith(("vllm", "__"))]))
         out.flush()
