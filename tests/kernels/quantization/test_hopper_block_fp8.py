@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-scaled FP8 linears on Hopper: the choice and the plan anywhere, kernels on a card."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.interpreter import run_interpreted
 from tests.kernels.quantization.few_tokens_oracle import e4m3, inputs, reference
 from vllm.model_executor.kernels.linear.scaled_mm import hopper_block_fp8 as hopper
 from vllm.model_executor.kernels.linear.scaled_mm.block_fp8_few_tokens import (
@@ -42,15 +39,7 @@ def card(request):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_interpreted_kernel_agrees_with_float64():
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("few_tokens_oracle.py"))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    worst = json.loads(run.stdout.splitlines()[-1])
+    worst = run_interpreted(Path(__file__).with_name("few_tokens_oracle.py"))
     assert len(worst) == 5
     assert max(worst.values()) < 2.0**-8, worst  # half a unit of bf16's last place, at most
 

@@ -3,9 +3,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.interpreter import run_interpreted
 from tests.models.kimi_k3 import reference
 from vllm.checkpoint.tiny import TinyShape, make_tiny
 
@@ -192,15 +190,7 @@ def test_short_conv_sees_the_present_and_three_past_tokens():
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_real_triton_kernels_agree():
     """KDA recurrent and packed decode, short conv and AttnRes under the interpreter."""
-    run = subprocess.run(
-        [sys.executable, str(HERE / "triton_oracle.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    worst = json.loads(run.stdout.splitlines()[-1])
+    worst = run_interpreted(HERE / "triton_oracle.py")
     # Measured with triton 3.7.1: 2.4e-7, 1.8e-7, 1.2e-7 and 9.5e-7.
     assert worst["kda recurrent"] < 2e-6
     assert worst["kda packed decode"] < 2e-6
