@@ -7,8 +7,6 @@ of the weights.
 
 import torch
 
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_torch_moe import CPUTorchExperts
 from vllm.model_executor.layers.quantization.utils.mxfp4_dequant import (
     MXFP4_BLOCK,
@@ -25,31 +23,13 @@ __all__ = ["CPUMxfp4Experts"]
 class CPUMxfp4Experts(CPUTorchExperts):
     """W4A16: MXFP4 weights, activations as they come."""
 
+    weight_format, block = "MXFP4", MXFP4_BLOCK
+
     @staticmethod
     def _supports_quant_scheme(
         weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> bool:
         return weight_key == kMxfp4Static and activation_key is None
-
-    @staticmethod
-    def is_supported_config(
-        cls: type[mk.FusedMoEExperts],
-        moe_config: FusedMoEConfig,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
-        activation_format: mk.FusedMoEActivationFormat,
-    ) -> tuple[bool, str | None]:
-        width = moe_config.intermediate_size_per_partition
-        if width % MXFP4_BLOCK:
-            return False, (
-                f"a rank's expert width {width} (of {moe_config.intermediate_size} at "
-                f"tp_size {moe_config.tp_size}) is no multiple of the MXFP4 block "
-                f"{MXFP4_BLOCK}; use a smaller tensor-parallel size or expert "
-                "parallelism"
-            )
-        return CPUTorchExperts.is_supported_config(
-            cls, moe_config, weight_key, activation_key, activation_format
-        )
 
     def expert_w13(
         self, w1: torch.Tensor, expert: int, dtype: torch.dtype

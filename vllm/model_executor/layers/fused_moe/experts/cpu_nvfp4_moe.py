@@ -8,7 +8,6 @@ dtype, and dropped again.
 
 import torch
 
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -41,31 +40,13 @@ class CPUNvFp4Experts(CPUTorchExperts):
     down, ``[experts]``. Gate and up are scaled apart before SiTU sees them.
     """
 
+    weight_format, block = "NVFP4", NVFP4_BLOCK
+
     @staticmethod
     def _supports_quant_scheme(
         weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> bool:
         return weight_key == kNvfp4Static and activation_key in (None, kNvfp4Dynamic)
-
-    @staticmethod
-    def is_supported_config(
-        cls: type[mk.FusedMoEExperts],
-        moe_config: FusedMoEConfig,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
-        activation_format: mk.FusedMoEActivationFormat,
-    ) -> tuple[bool, str | None]:
-        width = moe_config.intermediate_size_per_partition
-        if width % NVFP4_BLOCK:
-            return False, (
-                f"a rank's expert width {width} (of {moe_config.intermediate_size} at "
-                f"tp_size {moe_config.tp_size}) is no multiple of the NVFP4 block "
-                f"{NVFP4_BLOCK}; use a smaller tensor-parallel size or expert "
-                "parallelism"
-            )
-        return CPUTorchExperts.is_supported_config(
-            cls, moe_config, weight_key, activation_key, activation_format
-        )
 
     def expert_w13(
         self, w1: torch.Tensor, expert: int, dtype: torch.dtype

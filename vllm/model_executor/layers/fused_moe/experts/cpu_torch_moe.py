@@ -61,6 +61,9 @@ class CPUTorchExperts(mk.FusedMoEExpertsModular):
     sum over experts in float32.
     """
 
+    # For packed weights: the format, and how many columns share a scale.
+    weight_format, block = "", 1
+
     @abstractmethod
     def expert_w13(
         self, w1: torch.Tensor, expert: int, dtype: torch.dtype
@@ -106,6 +109,15 @@ class CPUTorchExperts(mk.FusedMoEExpertsModular):
         activation_key: QuantKey | None,
         activation_format: mk.FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
+        assert issubclass(cls, CPUTorchExperts)
+        width = moe_config.intermediate_size_per_partition
+        if width % cls.block:
+            return False, (
+                f"a rank's expert width {width} (of {moe_config.intermediate_size} at "
+                f"tp_size {moe_config.tp_size}) is no multiple of the "
+                f"{cls.weight_format} block {cls.block}; use a smaller "
+                "tensor-parallel size or expert parallelism"
+            )
         if moe_config.has_bias:
             return False, "kernel does not support bias"
         if moe_config.swiglu_limit is not None:
