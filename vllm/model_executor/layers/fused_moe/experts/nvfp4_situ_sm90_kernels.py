@@ -1,87 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles and launches the kernels of ``nvfp4_situ_sm90.cu``.
+"""The kernels of ``nvfp4_situ_sm90.cu``, each compiled at first use."""
 
-NVRTC comes with every CUDA build of PyTorch and needs neither ``nvcc`` nor a host
-compiler nor CUDA's headers; a kernel takes about a second and its machine code is
-kept on disk. Launches are plain driver calls on the current stream, so CUDA graphs
-capture them.
-"""
-
-import ctypes
-import functools
-import glob
-import hashlib
-import os
-import tempfile
 from pathlib import Path
 
-import torch
+from vllm.utils import nvrtc
+from vllm.utils.nvrtc import SHARED_LIMIT, Kernel, per_device, wgmma_source
 
-__all__ = [
-    "Kernel",
-    "gemm_kernel",
-    "machine_code",
-    "reduce_kernel",
-    "route_kernel",
-]
+__all__ = ["gemm_kernel", "machine_code", "reduce_kernel", "route_kernel", "source"]
 
 _SOURCE = Path(__file__).with_name("nvfp4_situ_sm90.cu")
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_…
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@functools.cache
-def _nvrtc() -> ctypes.CDLL:
-    assert torch.version.cuda is not None
-    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
-    site = Path(torch.__file__).parent.parent
-    found = glob.glob(str(site / "nvidia" / "*" / "lib" / name))
-    for candidate in [*found, name]:
-        try:
-            return ctypes.CDLL(candidate)
-        except OSError:
-            continue
-    raise RuntimeError(
-        f"{name} not found: it belongs to the CUDA build of PyTorch (package "
-        "nvidia-cuda-nvrtc). Install it, or choose --moe-backend marlin."
-    )
-
-
-def _check(result: int, what: str) -> None:
-    if result:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(
-            f"{what}: CUDA error {result} ({(text.value or b'').decode()})"
-        )
-
-
-def _wgmma(widths: set[int]) -> str:
-    """Source of the warpgroup products 64 x N x 16, weights in registers."""
-    text = """
-template <int N> __device__ __forceinline__ void wgmma(
-    float (&d)[TOKENS / 2], const u32 (&a)[4], u64 b, int accumulate);
-"""
-    for tokens in sorted(widths):
-        count = tokens // 2
-        sums = ",".join(f"%{i}" for i in range(count))
-        weights = ",".join(f"%{count + i}" for i in range(4))
-        outputs = ",".join(f'"+f"(d[{i}])' for i in range(count))
-        text += f"""
-template <> __device__ __forceinline__ void wgmma<{tokens}>(
-    float (&d)[TOKENS / 2], const u32 (&a)[4], u64 b, int accumulate) {{
-  asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
-    "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 "
-    "{{{sums}}}, {{{weights}}}, %{count + 4}, p, 1, 1, 0;}}"
-    : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}}
-"""
-    return text
 
 
 def _entry(macros: dict[str, int]) -> str:
@@ -96,188 +23,30 @@ def source(**macros: int) -> str:
     text = _SOURCE.read_text()
     if "KERNEL_LARGE" in macros:
         line = next(x for x in text.splitlines() if x.startswith("//@WGMMA@"))
-        text = text.replace(line, _wgmma({macros["TOKENS"], macros["NARROW"]} - {0}))
+        text = text.replace(line, wgmma_source({macros["TOKENS"], macros["NARROW"]} - {0}))
     macros = {**macros, "ENTRY": _entry(macros)}  # type: ignore[dict-item]
     return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + text
 
 
-def _compile(text: str) -> bytes:
-    nvrtc = _nvrtc()
-    program = ctypes.c_void_p()
-    if nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), text.encode(), b"nvfp4_situ_sm90.cu", 0, None, None
-    ):
-        raise RuntimeError("NVRTC could not be started")
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device"]
-    result = nvrtc.nvrtcCompileProgram(
-        program, len(options), (ctypes.c_char_p * len(options))(*options)
-    )
-    size = ctypes.c_size_t()
-    if result:
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"NVRTC: {log.value.decode()}")
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    code = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetCUBIN(program, code)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return code.raw
-
-
 def machine_code(**macros: int) -> bytes:
-    """Compiled code of one kernel, from disk when its text was compiled before."""
-    text = source(**macros)
-    root = os.environ.get("VLLM_CACHE_ROOT") or os.path.expanduser("~/.cache/vllm")
-    key = hashlib.sha256(f"{torch.version.cuda}\n{text}".encode()).hexdigest()[:32]
-    path = Path(root) / "nvfp4_situ_sm90" / f"{key}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        code = _compile(text)
-    try:  # another process may write the same file: replace it whole
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        pass
-    return code
+    """Compiled code of one kernel."""
+    return nvrtc.machine_code(source(**macros), _SOURCE.name)
 
 
-class _LaunchAttribute(ctypes.Structure):
-    # The value is a union of 64 bytes, of which one int is used.
-    _fields_ = [
-        ("id", ctypes.c_int),
-        ("pad", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_char * 60),
-    ]
-
-    def __init__(self, kind: int, value: int) -> None:
-        super().__init__(id=kind, value=value)
+def _kernel(shared: int, **macros: int) -> Kernel:
+    return Kernel(machine_code(**macros), _entry(macros), shared)
 
 
-class _LaunchConfig(ctypes.Structure):
-    _fields_ = [
-        *((x, ctypes.c_uint) for x in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
-class Kernel:
-    """One compiled kernel.
-
-    Args:
-        shared: Dynamic shared memory in bytes at most.
-        macros: Macros that choose it in the source.
-    """
-
-    def __init__(self, shared: int, **macros: int) -> None:
-        code = machine_code(**macros)
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        torch.zeros(1, device="cuda")  # a context exists from here on
-        _check(
-            _driver().cuModuleLoadData(ctypes.byref(module), code), "loading a kernel"
-        )
-        _check(
-            _driver().cuModuleGetFunction(
-                ctypes.byref(self._function), module, _entry(macros).encode()
-            ),
-            "finding a kernel",
-        )
-        _check(
-            _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared),
-            f"asking for {shared} bytes of shared memory",
-        )
-        self.macros = macros
-
-    def attribute(self, number: int) -> int:
-        """A CUfunction_attribute: 3 is local bytes per thread, 4 is registers."""
-        value = ctypes.c_int()
-        _check(
-            _driver().cuFuncGetAttribute(ctypes.byref(value), number, self._function),
-            "reading a kernel attribute",
-        )
-        return value.value
-
-    def __call__(
-        self,
-        grid: tuple[int, int],
-        threads: int,
-        shared: int,
-        *arguments: torch.Tensor | int | float | None,
-        early: bool = False,
-    ) -> None:
-        """Launch on the current stream.
-
-        Args:
-            grid: Blocks in x and y.
-            threads: Threads per block.
-            shared: Dynamic shared memory per block, bytes.
-            arguments: The kernel's; None is a null pointer.
-            early: Start before the kernel in front has ended; the kernel itself
-                waits for that one's results (programmatic dependent launch).
-        """
-        values: list[ctypes._SimpleCData] = []
-        for x in arguments:
-            if x is None or isinstance(x, torch.Tensor):
-                values.append(ctypes.c_void_p(None if x is None else x.data_ptr()))
-            elif isinstance(x, int):
-                values.append(ctypes.c_int(x))
-            else:
-                values.append(ctypes.c_float(x))
-        pointers = (ctypes.c_void_p * len(values))(
-            *(ctypes.addressof(x) for x in values)
-        )
-        attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, int(early))
-        config = _LaunchConfig(
-            *grid,
-            1,
-            threads,
-            1,
-            1,
-            shared,
-            torch.cuda.current_stream().cuda_stream,
-            ctypes.pointer(attribute),
-            1,
-        )
-        _check(
-            _driver().cuLaunchKernelEx(
-                ctypes.byref(config), self._function, pointers, None
-            ),
-            "launching a kernel",
-        )
-
-
-def _per_device(build):
-    @functools.cache
-    def cached(device: int, *args: int, **macros: int) -> Kernel:
-        with torch.cuda.device(device):
-            return build(*args, **macros)
-
-    @functools.wraps(build)
-    def current(*args: int, **macros: int) -> Kernel:
-        return cached(torch.cuda.current_device(), *args, **macros)
-
-    return current
-
-
-SHARED_LIMIT = 232448  # bytes a block may ask for on SM90
-
-
-@_per_device
+@per_device
 def route_kernel(part: int) -> Kernel:
-    return Kernel(SHARED_LIMIT // 2, KERNEL_ROUTE=1, PART=part)
+    return _kernel(SHARED_LIMIT // 2, KERNEL_ROUTE=1, PART=part)
 
 
-@_per_device
+@per_device
 def reduce_kernel(threads: int) -> Kernel:
-    return Kernel(16384, KERNEL_REDUCE=1, THREADS=threads)
+    return _kernel(16384, KERNEL_REDUCE=1, THREADS=threads)
 
 
-@_per_device
+@per_device
 def gemm_kernel(**macros: int) -> Kernel:
-    return Kernel(SHARED_LIMIT // macros.get("BLOCKS", 1) - 4096, **macros)
+    return _kernel(SHARED_LIMIT // macros.get("BLOCKS", 1) - 4096, **macros)
