@@ -19,6 +19,7 @@ from tests.quantization.test_modelopt import PREFIX, as_rank, fp8, load  # noqa:
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
 from vllm.platforms import current_platform
+from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
 CPU = current_platform.is_cpu()
 DEVICE = "cpu" if CPU else "cuda"
@@ -36,6 +37,8 @@ def device(one_rank):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     torch.manual_seed(0)
+    if not CPU and not is_workspace_manager_initialized():
+        init_workspace_manager(torch.device(DEVICE))
     with torch.device(DEVICE):
         yield
     torch.set_default_dtype(before)
@@ -158,7 +161,9 @@ def situ(gate, up):
 
 
 def check_experts(layer, bank, record_property):
-    dense = {shard: [w.to(DEVICE) for w in bank.dense(shard)] for shard in ("w1", "w3", "w2")}
+    with torch.device("cpu"):
+        dense = {shard: bank.dense(shard) for shard in ("w1", "w3", "w2")}
+    dense = {shard: [w.to(DEVICE) for w in matrices] for shard, matrices in dense.items()}
     kernel = type(layer.quant_method.moe_kernel.fused_experts).__name__
     for tokens in TOKENS:
         x = torch.randn(tokens, bank.hidden, dtype=torch.float32).to(torch.bfloat16)
