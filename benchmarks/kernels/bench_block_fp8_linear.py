@@ -16,7 +16,6 @@ TFLOP/s). Errors are ‖out − ref‖/‖ref‖ against float64.
 """
 
 import argparse
-import itertools
 import json
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -38,6 +37,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     per_token_group_quant_fp8,
     w8a8_triton_block_scaled_mm,
 )
+from vllm.utils.nvrtc import SHARED_LIMIT
 
 SHAPES = {  # logical rows, columns; a rank of TP8
     "kda_in_proj": (6288, 7168),
@@ -67,7 +67,6 @@ class Linear:
         self.fp8 = [self.weight.clone() for _ in range(copies)]
         dense = self.dense(torch.float32)[:rows].bfloat16()
         self.bf16 = [dense.clone() for _ in range(max(2, copies // 2))]
-        self.arrivals = torch.zeros(self.padded // 16, dtype=torch.int32, device="cuda")
         self.gen = gen
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +77,7 @@ class Linear:
         return [SimpleNamespace(x=x, fp8=w, bf16=self.bf16[i % len(self.bf16)]) for i, w in enumerate(self.fp8)]
 
     def ours(self, case) -> torch.Tensor:
-        y = torch.ops.vllm.block_fp8_linear_sm90(case.x, case.fp8, self.scale, self.arrivals)
+        y = torch.ops.vllm.block_fp8_linear_sm90(case.x, case.fp8, self.scale)
         return y[:, : self.rows]
 
     def cutlass(self, case) -> torch.Tensor:
@@ -132,28 +131,34 @@ def measure(name: str, tokens: list[int]) -> list[dict]:
     return rows
 
 
-def tune(name: str, splits: list[int]) -> list[dict]:
-    """Time every plan for few tokens; the best of each tile, beside the default."""
+KINDS = ((2, 2, False), (4, 2, False), (2, 1, False), (2, 1, True))  # ahead, resident, ring
+
+
+def tune(name: str) -> list[dict]:
+    """Time every plan for few tokens; the best of each width, beside the default."""
     linear, found = Linear(*SHAPES[name]), []
     blocks = linear.columns // 128
-    for tokens in (8, 32, MAX_TOKENS):
+    for tokens in (1, 8, 16, 32, MAX_TOKENS):
         cases = linear.cases(tokens)
         default = few_tokens_plan(tokens, linear.padded, linear.columns, 132)
-        wanted = sorted({-(-blocks // -(-blocks // s)) for s in splits if s <= blocks})
-        plans = {default}
-        for height, split, stages in itertools.product((64, 128), wanted, (3, 5)):
-            plans.add(replace(default, rows=height, split=split, stages=stages, warps=height // 16))
+        shares = {-(-blocks // split) for split in range(1, min(8, blocks) + 1)}
+        plans = {default} | {
+            replace(default, share=share, ahead=ahead, resident=resident, ring=ring)
+            for share in shares
+            for ahead, resident, ring in KINDS
+            if not ring or tokens >= 32
+        }
         times = {}
         for plan in plans:
-            try:
-                times[plan] = graph_time(
-                    lambda c, p=plan: block_fp8_few_tokens(c.x, c.fp8, linear.scale, linear.arrivals, p), cases
-                )
-            except Exception as failure:  # out of shared memory, say: no plan for this card
-                print(f"{name} {plan}: {type(failure).__name__}: {str(failure)[:100]}")
+            if plan.shared > SHARED_LIMIT // plan.resident - 2048:
+                continue
+            times[plan] = graph_time(
+                lambda c, p=plan: block_fp8_few_tokens(c.x, c.fp8, linear.scale, p), cases, 5
+            )
         best = min(times, key=times.__getitem__)
         found.append({"shape": name, "tokens": tokens, "default_us": times[default], "best_us": times[best]})
         found[-1] |= {"default": asdict(default), "best": asdict(best)}
+        found[-1]["all"] = [{**asdict(plan), "us": us} for plan, us in sorted(times.items(), key=lambda x: x[1])]
         print(f"{name:12} {tokens:3}  default {times[default]:6.1f}  best {times[best]:6.1f} {best}", flush=True)
     return found
 
@@ -163,7 +168,6 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--tune", action="store_true", help="time the plans for few tokens instead")
-    parser.add_argument("--splits", nargs="+", type=int, default=[1, 2, 4, 8, 14])
     parser.add_argument("--commit", help="recorded; asked of git if left out")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -172,7 +176,7 @@ def main() -> None:
         parser.error(str(reason))
     result = {"method": __doc__, **versions(args.commit), "rows": []}
     for name in args.shapes:
-        result["rows"] += tune(name, args.splits) if args.tune else measure(name, args.tokens)
+        result["rows"] += tune(name) if args.tune else measure(name, args.tokens)
         if args.json:
             with open(args.json, "w") as file:
                 json.dump(result, file, indent=1)

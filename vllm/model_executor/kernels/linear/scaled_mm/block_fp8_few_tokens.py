@@ -1,49 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled FP8 weights times few BF16 rows, in one launch.
+"""Block-scaled FP8 weights times few BF16 rows on SM90, in one launch.
 
 With few tokens a linear is bound by reading its weight. Quantising the activations
 first costs a launch that takes as long as the product; here the weight is widened to
-BF16 in registers, which is exact, so that the activations stay as they are.
+BF16 in registers, which is exact, so that the activations stay as they are. The kernel
+is ``block_fp8_few_tokens.cu``.
 
-The reduction over columns is shared among programs where one row of programs would not
-fill the card. The last program to finish adds up the parts, in a fixed order: results
-do not depend on which one that is.
+The reduction over columns is shared among the blocks of a cluster where one row of
+blocks would not fill the card; they add up their parts in a fixed order.
 """
 
-from dataclasses import dataclass
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from vllm.triton_utils import tl, triton
+from vllm.utils import nvrtc
 
-__all__ = ["FewTokensPlan", "block_fp8_few_tokens", "few_tokens_plan"]
+__all__ = [
+    "BLOCK",
+    "MAX_TOKENS",
+    "FewTokensPlan",
+    "block_fp8_few_tokens",
+    "few_tokens_plan",
+    "prepare_kernels",
+]
 
 BLOCK = 128
 MAX_TOKENS = 64
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_GPC = 16  # multiprocessors, at least, of a unit that a cluster cannot leave
+_CLUSTER = 8  # blocks at most, wherever the card has room
+_FIXED = 4  # time of a launch over that of a block of columns, about
+
 
 @dataclass(frozen=True)
 class FewTokensPlan:
     """How the kernel cuts its work.
 
     Attributes:
-        tokens: Tokens of the tile, at least those of the input; 16, 32 or 64.
-        rows: Weight rows of a program; divides 128.
-        split: Programs that share a row tile's columns.
-        warps: Warps of a program.
-        stages: Depth of the ring of loads.
+        width: Tokens of a tile, at least those of the input: 8, 16, 32 or 64.
+        share: Blocks of 128 columns that a block of threads multiplies.
+        ahead: Of these, how many are on their way from memory; even.
+        resident: Blocks of threads a multiprocessor holds at a time.
+        ring: Whether four warps of their own bring the tokens, block of columns by
+            block of columns; otherwise all warps first bring those of the share.
+        batch: Otherwise: pieces of tokens a warp has on their way to shared memory.
     """
 
-    tokens: int
-    rows: int
-    split: int
-    warps: int = 4
-    stages: int = 4
+    width: int
+    share: int = 1
+    ahead: int = 2
+    resident: int = 2
+    ring: bool = False
+    batch: int = 4
+
+    @property
+    def shared(self) -> int:
+        """Dynamic shared memory of a block, bytes."""
+        held = 4 if self.ring else -(-self.share // self.ahead) * self.ahead
+        return 1024 + 64 + held * 2 * self.width * 128
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.ring else 256
+
+    def macros(self) -> dict[str, int]:
+        return {
+            "TOKENS": self.width,
+            "AHEAD": self.ahead,
+            "PER_SM": self.resident,
+            "RING": int(self.ring),
+            "BATCH": self.batch,
+        }
+
+
+# Registers decide: 128 each with two resident blocks of 256 threads.
+_PLANS = (
+    FewTokensPlan(8),
+    FewTokensPlan(16),
+    FewTokensPlan(32, resident=1, ring=True),
+    FewTokensPlan(64, resident=1, ring=True),
+)
+
+
+def _room(resident: int) -> int:
+    return nvrtc.SHARED_LIMIT // resident - 2048
 
 
 def few_tokens_plan(
     tokens: int, rows: int, columns: int, multiprocessors: int
 ) -> FewTokensPlan:
-    """Choose a plan: two programs for each multiprocessor, four blocks of columns each.
+    """Choose a plan: least columns for a block of threads, all running at a time if they can.
 
     Args:
         tokens: Rows of the input, at most 64.
@@ -51,154 +102,83 @@ def few_tokens_plan(
         columns: Columns of the padded weight.
         multiprocessors: Of the card.
     """
-    tile = next(size for size in (16, 32, MAX_TOKENS) if size >= tokens)
-    height = 64 if tile < 64 else 128
-    tiles, blocks = rows // height, columns // BLOCK
-    split = min(-(-2 * multiprocessors // tiles), max(1, blocks // 4))
-    # Equal shares of the columns: a longer one would finish last.
-    split = -(-blocks // -(-blocks // split))
-    return FewTokensPlan(tile, height, split, warps=height // 16)
+    kind = next(p for p in _PLANS if p.width >= tokens)
+    blocks, groups = columns // BLOCK, rows // BLOCK
+    plans = {}
+    for split in range(1, min(_CLUSTER, blocks) + 1):
+        plan = replace(kind, share=-(-blocks // split))
+        if plan.shared <= _room(plan.resident):
+            clusters = multiprocessors // _GPC * (_GPC * plan.resident // split)
+            waves = -(-groups // clusters)
+            plans[plan] = waves * (-(-plan.share // plan.ahead) * plan.ahead + _FIXED)
+    return min(plans, key=plans.__getitem__)
 
 
-@triton.jit
-def _few_tokens_kernel(
-    x,
-    weight,
-    scale,
-    out,
-    parts,
-    arrivals,
-    tokens,
-    x_stride,
-    ROWS_TOTAL: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    share = tl.program_id(1)
-    row = tile * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
-    column = tl.arange(0, 128)
-    COLUMNS: tl.constexpr = BLOCKS * 128
-    SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
-    first = share * SHARE
-    w_at = weight + row[:, None].to(tl.int64) * COLUMNS + column[None, :]
-    x_at = x + token[None, :].to(tl.int64) * x_stride + column[:, None]
-    s_at = scale + (tile * ROWS // 128) * BLOCKS
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for block in tl.range(first, min(first + SHARE, BLOCKS), num_stages=STAGES):
-        codes = tl.load(w_at + block * 128)
-        inputs = tl.load(x_at + block * 128, mask=token[None, :] < tokens, other=0.0)
-        if PACKED:
-            # Four codes to BF16: sign and magnitude move to BF16's places, which
-            # divides by 2^120, and a product with 2^120 puts that right, subnormals
-            # included. Each step is exact. The code for NaN would become 480; loading
-            # refuses it.
-            w = tl.inline_asm_elementwise(
-                """
-                {
-                    .reg .b32 lo, hi, sign, up;
-                    mov.b32 up, 0x7B807B80;
-                    prmt.b32 lo, $2, 0, 0x1404;
-                    prmt.b32 hi, $2, 0, 0x3424;
-                    and.b32 sign, lo, 0x80008000;
-                    shr.u32 lo, lo, 4;
-                    and.b32 lo, lo, 0x07F007F0;
-                    or.b32 lo, lo, sign;
-                    mul.bf16x2 $0, lo, up;
-                    and.b32 sign, hi, 0x80008000;
-                    shr.u32 hi, hi, 4;
-                    and.b32 hi, hi, 0x07F007F0;
-                    or.b32 hi, hi, sign;
-                    mul.bf16x2 $1, hi, up;
-                }
-                """,
-                "=r,=r,r",
-                [codes],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            bits = codes.to(tl.int32)  # the same steps, in float32
-            bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-            w = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-            inputs = inputs.to(tl.float32)
-        total += tl.dot(w, inputs) * tl.load(s_at + block)
+def _source(macros: dict[str, int]) -> str:
+    text = _SOURCE.read_text()
+    line = next(x for x in text.splitlines() if x.startswith("//@WGMMA@"))
+    text = text.replace(line, nvrtc.wgmma_source({macros["TOKENS"]}))
+    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + text
 
-    last = True
-    if SPLIT > 1:
-        PART: tl.constexpr = ROWS * TOKENS
-        within = tl.arange(0, ROWS)[:, None] * TOKENS + token[None, :]
-        mine = parts + (tile * SPLIT + share).to(tl.int64) * PART
-        tl.store(mine + within, total)
-        tl.debug_barrier()  # every thread's part is written before the arrival counts
-        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            total = tl.zeros((ROWS, TOKENS), tl.float32)
-            for other in range(SPLIT):
-                part = parts + (tile * SPLIT + other).to(tl.int64) * PART
-                total += tl.load(part + within, cache_modifier=".cg")
-            tl.store(arrivals + tile, 0)
-    if last:
-        at = out + token[None, :].to(tl.int64) * ROWS_TOTAL + row[:, None]
-        tl.store(at, total.to(out.dtype.element_ty), mask=token[None, :] < tokens)
+
+@nvrtc.per_device
+def _kernel(**macros: int) -> nvrtc.Kernel:
+    code = nvrtc.machine_code(_source(macros), _SOURCE.name)
+    return nvrtc.Kernel(code, "block_fp8_few_tokens", _room(macros["PER_SM"]))
+
+
+def prepare_kernels() -> None:
+    """Compile and load what :func:`few_tokens_plan` may choose, for the current device.
+
+    A CUDA graph cannot be captured while a kernel is loaded for the first time.
+    """
+    device = torch.cuda.current_device()
+
+    def load(plan: FewTokensPlan) -> None:
+        with torch.cuda.device(device):
+            _kernel(**plan.macros())
+
+    with ThreadPoolExecutor(len(_PLANS)) as pool:
+        list(pool.map(load, _PLANS))
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def block_fp8_few_tokens(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    arrivals: torch.Tensor,
-    plan: FewTokensPlan,
-    packed: bool = True,
+    plan: FewTokensPlan | None = None,
 ) -> torch.Tensor:
     """Return ``x @ dequantised(weight).T``, summed in float32.
 
     Args:
-        x: bf16 ``[tokens, columns]``, at most ``plan.tokens`` rows, each contiguous.
+        x: bf16 ``[tokens, columns]``, at most 64 rows.
         weight: e4m3 ``[rows, columns]``, both multiples of 128, without NaN.
         scale: float32 ``[rows / 128, columns / 128]``, multipliers.
-        arrivals: int32, zeros, at least ``rows / plan.rows`` long; zeros again
-            afterwards. Calls that may run at the same time need one each.
-        plan: See :func:`few_tokens_plan`.
-        packed: Whether to widen two codes at a time, in PTX for compute capability
-            9.0; otherwise one by one and to float32, as Triton's interpreter can.
+        plan: In place of that of :func:`few_tokens_plan`.
 
     Returns:
         bf16 ``[tokens, rows]``.
     """
-    tokens, columns = x.shape
-    rows = weight.shape[0]
-    assert tokens <= plan.tokens and x.stride(1) == 1
+    (tokens, columns), rows = x.shape, weight.shape[0]
     assert weight.shape == (rows, columns) and rows % BLOCK == columns % BLOCK == 0
+    assert weight.is_contiguous() and scale.is_contiguous()
+    assert x.dtype == torch.bfloat16 and scale.dtype == torch.float32
     out = x.new_empty(tokens, rows)
     if tokens == 0:
         return out
-    tiles = rows // plan.rows
-    assert arrivals.numel() >= tiles
-    size = tiles * plan.split * plan.rows * plan.tokens if plan.split > 1 else 1
-    parts = torch.empty(size, dtype=torch.float32, device=x.device)
-    _few_tokens_kernel[(tiles, plan.split)](
-        x,
-        weight.view(torch.uint8),
-        scale,
-        out,
-        parts,
-        arrivals,
-        tokens,
-        x.stride(0),
-        ROWS_TOTAL=rows,
-        BLOCKS=columns // BLOCK,
-        TOKENS=plan.tokens,
-        ROWS=plan.rows,
-        SPLIT=plan.split,
-        STAGES=plan.stages,
-        PACKED=packed,
-        num_warps=plan.warps,
-    )
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()  # the kernel reads 16 bytes at a time
+    plan = plan or few_tokens_plan(tokens, rows, columns, _multiprocessors(x.device.index))
+    blocks = columns // BLOCK
+    split = -(-blocks // plan.share)
+    _kernel(**plan.macros())(
+        (rows // BLOCK, split), plan.threads, plan.shared,
+        weight, scale, x, out, tokens, x.stride(0), blocks, plan.share,
+        early=True, cluster=split,
+    )  # fmt: skip
     return out

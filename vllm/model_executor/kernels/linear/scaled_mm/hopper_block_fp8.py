@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-scaled FP8 linear for Hopper: few tokens weight-only, more by CUTLASS."""
 
-import functools
-
 import torch
 
 from vllm import _custom_ops as ops
@@ -10,7 +8,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.block_fp8_few_tokens import (
     BLOCK,
     MAX_TOKENS,
     block_fp8_few_tokens,
-    few_tokens_plan,
+    prepare_kernels,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearLayerConfig,
@@ -26,20 +24,11 @@ from .cutlass import CutlassFp8BlockScaledMMKernel
 __all__ = ["HopperFp8BlockScaledMMKernel"]
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _block_fp8_linear_sm90(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, arrivals: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    tokens = x.shape[0]
-    if tokens <= MAX_TOKENS:
-        rows, columns = weight.shape
-        card = _multiprocessors(x.device.index)
-        plan = few_tokens_plan(tokens, rows, columns, card)
-        return block_fp8_few_tokens(x, weight, scale, arrivals, plan)
+    if x.shape[0] <= MAX_TOKENS:
+        return block_fp8_few_tokens(x, weight, scale)
     codes, factors = per_token_group_quant_fp8(
         x.contiguous(), BLOCK, column_major_scales=True, use_ue8m0=False
     )
@@ -49,13 +38,12 @@ def _block_fp8_linear_sm90(
 
 
 def _shape_only(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, arrivals: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 # One operator, so that a compiled graph for any number of tokens holds the choice.
-# Nothing counts as mutated: the arrivals are zero before and after.
 direct_register_custom_op(
     "block_fp8_linear_sm90",
     _block_fp8_linear_sm90,
@@ -88,12 +76,8 @@ class HopperFp8BlockScaledMMKernel(CutlassFp8BlockScaledMMKernel):
         return super().can_implement(config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Weights stay as they are; the layer gets a counter per row tile."""
-        if hasattr(layer, "arrivals"):
-            return  # loaded again: captured graphs hold the address
-        tiles = layer.weight.shape[0] // 16
-        arrivals = torch.zeros(tiles, dtype=torch.int32, device=layer.weight.device)
-        layer.register_buffer("arrivals", arrivals, persistent=False)
+        """Weights stay as they are; kernels are compiled before a graph is captured."""
+        prepare_kernels()
 
     def apply_weights(
         self,
@@ -103,7 +87,7 @@ class HopperFp8BlockScaledMMKernel(CutlassFp8BlockScaledMMKernel):
         **kwargs,
     ) -> torch.Tensor:
         y = torch.ops.vllm.block_fp8_linear_sm90(
-            x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale, layer.arrivals
+            x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale
         )
         y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], y.shape[-1])
