@@ -167,6 +167,7 @@ def test_a_member_under_a_top_level_if_is_found_and_moved_to_its_indentation(com
         ("X = {1}\n", "X = {3}\n", "X = {1, 3}\n"),
         ("X = []\n", "X = [3]\n", "X = [3]\n"),
         ('X: dict = {\n    "a": 1,  # one\n}\n', 'X = {"b": f(2)}\n', 'X: dict = {\n    "a": 1,  # one\n    "b": f(2),\n}\n'),
+        ("X = {\n    **a,\n}\n", "X = {1: 2}\n", "X = {\n    **a,\n    1: 2,\n}\n"),
         ('X = Literal["a", "b"]\n', 'X = Literal["c", "d"]\n', 'X = Literal["a", "b", "c", "d"]\n'),
         ("X = frozenset([1])\n", "X = frozenset([2])\n", "X = frozenset([1, 2])\n"),
     ],
@@ -220,7 +221,6 @@ def edit(body: str, header: str = "a, x, upstream") -> str:
         ("# fork: instead-of for\nfor i in sorted(upstream):\n    ...", "    for i in sorted(b):\n        x, y"),
         ("# fork: instead-of with\nwith both(upstream):\n    ...", "    with both(lock()):\n        self.call(x)\n"),
         ("# fork: instead-of for\nwork()", "    # about the loop\n    work()\n    if x > 1:\n"),
-        ("# fork: param scale: float = 1.0\n...", "def f(a, b, scale: float = 1.0):\n"),
         ("# fork: drop for\n...", "    x = a\n    if x > 1:\n"),
         ("# fork: drop x[0]\n# fork: at end\nlog()", '    """Doc."""\n    # about the loop\n'),
     ],
@@ -244,26 +244,10 @@ def test_upstreams_value_is_bracketed_where_it_must_be(compose: Callable) -> Non
     assert "x = g(1) and (a or b)\n    y = g((a, b))\n    return (a\n            .b())\n" in text
 
 
-@pytest.mark.parametrize(
-    ("signature", "wanted"),
-    [
-        ("a, **rest", "a, n=1, **rest"),
-        ("a, *args", "a, *args, n=1"),
-        ("a, *, b=2", "a, *, b=2, n=1"),
-        ("a: int = 0", "a: int = 0, n=1"),
-        ("\n    a,\n    b=2,  # two\n", "\n    a,\n    b=2,  # two\n    n=1,\n"),
-        ("\n    a,\n    **rest,\n", "\n    a,\n    n=1,\n    **rest,\n"),
-    ],
-)
-def test_param_stands_behind_the_last_named_one(compose: Callable, signature: str, wanted: str) -> None:
-    ours = "# fork: edit PIN\ndef f(a, n):\n    # fork: param n=1\n    ...\n"
-    assert compose(f"def f({signature}):\n    return a\n", ours, "f") == f"def f({wanted}):\n    return a\n"
-
-
 def test_several_edits_of_one_function(compose: Callable) -> None:
-    ours = edit("# fork: param n=1\n# fork: at start\nlog(n)\n# fork: instead-of return\nreturn n", "n")
+    ours = edit("# fork: at start\nlog(a)\n# fork: instead-of return\nreturn -upstream", "a, upstream")
     text = compose("async def f(a):\n    return a\n", ours, "f")
-    assert text == "async def f(a, n=1):\n    log(n)\n    return n\n"
+    assert text == "async def f(a):\n    log(a)\n    return -a\n"
 
 
 def test_strings_keep_their_tabs_and_blanks(compose: Callable) -> None:

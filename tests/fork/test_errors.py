@@ -57,12 +57,9 @@ BASE = """
         ("# fork: edit PIN\ndef one():\n    log()\n", "one", "FORM", 1),
         ("# fork: edit PIN\ndef one():\n    # fork: at start\n    ...\n", "one", "FORM", 3),
         ("# fork: edit PIN\ndef one():\n    log()\n    # fork: at start\n    log()\n", "one", "FORM", 3),
-        ("# fork: edit PIN\ndef one():\n    # fork: param n=1\n    log()\n", "one", "FORM", 3),
         ("# fork: edit PIN\ndef one():\n    # fork: at start\n    if x:\n        # fork: at end\n        y\n", "one", "FORM", 4),
         ("# fork: edit PIN\ndef one(unknown):\n    # fork: at start\n    log()\n", "one", "NAME", 2),
         ("# fork: edit PIN\ndef one():\n    # fork: near return\n    log()\n", "one", "FORM", 3),
-        ("# fork: edit PIN\ndef one():\n    # fork: param n\n    ...\n", "one", "FORM", 3),
-        ("# fork: edit PIN\ndef one():\n    # fork: param n=1\n    ...\n", "one", "ANCHOR", 3),
         ("# fork: extend\nclass A(B):\n    pass\n", "", "FORM", 1),
         ("# fork: extend\ndef one(): ...\n", "", "FORM", 1),
         ("# fork: edit 000000000000\nclass A: ...\n", "", "FORM", 1),
@@ -108,7 +105,6 @@ def test_what_is_wrong_is_named(compose: Callable, ours: str, pinned: str, code:
         ("# fork: instead-of return[2]\nreturn 5\n# fork: instead-of return[-1]\nreturn 6", "ANCHOR"),
         ("# fork: instead-of raise\nlog(upstream)", "ANCHOR"),  # a bare one has no value
         ("# fork: instead-of return[2]\nreturn f'{upstream}'", "FORM"),
-        ("# fork: param a: int = 1\n...", "EXISTS"),
     ],
 )
 def test_selectors_that_do_not_name_one_statement(compose: Callable, body: str, code: str) -> None:

@@ -254,7 +254,7 @@ class Composer:
         blank = (self.base.newline, item.member.start)
         self.splice(end, end, [blank] * gap + self.definition(item, ""))
 
-    def join(self, first: ast.expr | ast.arg, last: ast.expr | ast.arg, pieces: list[Piece]) -> None:
+    def join(self, first: ast.expr, last: ast.expr, pieces: list[Piece]) -> None:
         """Puts more elements behind the one from `first` to `last`, on lines of their own where it has one."""
         end = self.base.offset(last.end_lineno or 0, last.end_col_offset or 0)
         head = self.base.text[self.base.offset(first.lineno) : self.base.offset(first.lineno, first.col_offset)]
@@ -279,9 +279,6 @@ class Composer:
         known = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)} | {"upstream"}
         known |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
         known |= {a.asname or a.name for n in ast.walk(function) if isinstance(n, IMPORTS) for a in n.names}
-        for n, text in self.ours.directives.items():
-            if n in inside and text.startswith("param "):
-                known.add(re.split(r"\W", text.removeprefix("param ").strip(), maxsplit=1)[0])
         for arg in (a for a in ast.walk(mine.args) if isinstance(a, ast.arg)):
             if arg.arg not in known:
                 raise self.fail(arg.lineno, "NAME", f"{item.name}: upstream's function knows no {arg.arg}",
@@ -301,13 +298,11 @@ class Composer:
         match = BODY_VERBS.fullmatch(text)
         if not match:
             raise self.fail(line, "FORM", f"`# fork: {text}` is no directive inside an edit",
-                            todo="Known: at start, at end, before, after, instead-of or drop SEL, param DECL.")
+                            todo="Known: at start, at end, before, after, instead-of or drop SEL.")
         verb, arg = match["verb"], match["arg"]
-        if bool(body) == (verb in ("param", "drop")):
+        if bool(body) == (verb == "drop"):
             count = "no" if body else "a"
             raise self.fail(line, "FORM", f"`# fork: {text}` takes {count} statement of ours below it")
-        if verb == "param":
-            return self.param(item, function, arg, line)
         found = select(function, arg) if arg else [function.body[-(verb == "at end")]]
         if len(found) != 1:
             seen = ", ".join(str(s.lineno) for s in found)
@@ -358,24 +353,6 @@ class Composer:
         self.whole_lines(item, node)
         pieces = self.excerpt(line + 1, last, self.base.indent(node.lineno), value)
         self.splice(self.base.offset(node.lineno), self.base.offset((node.end_lineno or 0) + 1), pieces)
-
-    def param(self, item: Item, function: Function, text: str, line: int) -> None:
-        try:
-            declared = ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
-            valid = len(declared.args) == len(declared.defaults) == 1
-        except SyntaxError:
-            valid = False
-        if not valid:
-            raise self.fail(line, "FORM", f"{item.name}: `{text}` is no parameter with a default",
-                            todo="Write it as `name: type = default`.")
-        args = function.args
-        if declared.args[0].arg in {a.arg for a in ast.walk(args) if isinstance(a, ast.arg)}:
-            raise self.fail(line, "EXISTS", f"{item.name}: upstream has a parameter {declared.args[0].arg}")
-        named = [*args.args, *([args.vararg] if args.vararg else []), *args.kwonlyargs]
-        if not named:
-            raise self.fail(line, "ANCHOR", f"{item.name}: upstream's signature has no parameter to stand behind")
-        defaults = args.kw_defaults if args.kwonlyargs else args.defaults if not args.vararg else []
-        self.join(named[-1], defaults and defaults[-1] or named[-1].annotation or named[-1], [(text, line)])
 
     # Imports and assembly
 

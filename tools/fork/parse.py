@@ -24,7 +24,7 @@ MEMBER_VERBS = re.compile(
     r"(?P<verb>add)(?: after (?P<after>[\w.]+))?|(?P<extend>extend)(?P<bases> bases)?"
     r"|(?P<pinned>replace|edit)(?: (?P<pin>[0-9a-f]{12}))?|(?P<append>append)"
 )
-BODY_VERBS = re.compile(r"(?P<verb>at (?:start|end)|(?:before|after|instead-of|drop|param)) ?(?P<arg>.*)")
+BODY_VERBS = re.compile(r"(?P<verb>at (?:start|end)|(?:before|after|instead-of|drop)) ?(?P<arg>.*)")
 
 
 @dataclass(frozen=True)
