@@ -299,6 +299,7 @@ def test_deployments_that_cannot_be(files, deployment, message, code):
     report = inspect(files / "nvfp4-modelopt", *deployment)
     assert report.exit_code == code
     assert message is None or any(message in error for error in report.errors)
+    assert not [error for error in report.errors if "cannot share" in error]  # that would follow, layer by layer
 
 
 @pytest.mark.parametrize("tp, ep, width", [(8, False, 384), (16, False, 256), (16, True, 3072), (32, False, 256)])

@@ -72,6 +72,6 @@ def check_checkpoint(
     report = build(read_model(folder, quantization), read_headers(folder), deployment)
     if report.errors:
         count = sum(report.counts.values())
-        error = one_error(f"{folder}: {count} problems, with what the config says:", report.errors)
+        error = one_error(f"{folder}: {count} problem{'s' * (count != 1)}, with what the config says:", report.errors)
         refuse(str(error), type(error))
     return report

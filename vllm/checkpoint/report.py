@@ -362,11 +362,11 @@ def _spellings(report: Report, model: Model) -> None:
 
 def _deploy(report: Report, model: Model) -> None:
     deployment = report.deployment
-    refused = list(_refusals(model, deployment))
     report.landings = landings(model, deployment)
-    for landing in report.landings:
-        if landing.verdict == "refused":
-            refused.append(f"{landing.module}: {landing.why}")
+    # What single layers say of a size that the whole model refuses only follows from it.
+    refused = list(_refusals(model, deployment)) or [
+        f"{landing.module}: {landing.why}" for landing in report.landings if landing.verdict == "refused"
+    ]
     for text in refused:
         report.add("placement", text)
     width = int(model.text.get("moe_intermediate_size") or 0)
