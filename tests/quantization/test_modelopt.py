@@ -223,6 +223,41 @@ def test_bf16_activations():
     assert (y - want).abs().max() <= 1e-2 * want.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_amx_hosts_run_upstreams_kernel_in_bf16(monkeypatch, dtype):
+    """PUBLIC_CASES 2 on a host that has AMX; only the two compiled operations are stand-ins.
+
+    In float32 that kernel would round to BF16, so plain torch runs there too.
+    """
+    calls = []
+
+    def pack(weight):
+        calls.append("pack")
+        return weight.T.contiguous()
+
+    def multiply(x, packed, scale, block, bias, out_dtype, is_packed):
+        calls.append("multiply")
+        assert (x.dtype, bias, out_dtype, is_packed) == (torch.bfloat16, None, torch.bfloat16, True)
+        assert block == [128, 128] and tuple(packed.shape) == (256, 128) and tuple(scale.shape) == (1, 2)
+        weight = packed.float() * scale.T.repeat_interleave(128, 0)
+        return (x.float() @ weight).bfloat16()
+
+    kernel = block_fp8_linear.CPUFp8BlockScaledMMKernel
+    monkeypatch.setattr(kernel, "is_supported", classmethod(lambda cls, capability=None: (True, None)))
+    monkeypatch.setattr(torch.ops._C, "convert_weight_packed", pack, raising=False)
+    monkeypatch.setattr(torch.ops._C, "fp8_scaled_mm_cpu", multiply, raising=False)
+    t = Tensor(96, 192)
+    layer = linear.ReplicatedLinear(192, 96, bias=True, quant_config=fp8(), prefix="m.b", params_dtype=dtype)
+    load(layer, t.file())
+    layer.bias.data = torch.randn(96, dtype=dtype)
+    finish(layer)
+    x = torch.randn(5, 192).to(dtype)
+    want = x.double() @ t.dense().T + layer.bias.double()
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert (layer(x)[0] - want).abs().max() <= bound * want.abs().max()
+    assert calls == (["pack", "multiply"] if dtype == torch.bfloat16 else [])
+
+
 class StubKernel:
     """Counts calls and packs as a real kernel may: transposed and scaled."""
 
