@@ -268,6 +268,7 @@ class Demo:
 
         from tests.models.kimi_k3 import reference
 
+        torch.set_num_threads(1)  # many small operations: beside other work, two threads took 20 s instead of 0.3
         model = reference.load(self.checkpoint)
         differences = []
         for prompt, generated in self.answers:
