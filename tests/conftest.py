@@ -1,5 +1,6 @@
 """Guards: tests of vLLM run against the composed tree of this checkout, brought up to date, or not at all."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 from tools.fork.base import Fork
 from tools.fork.parse import ForkError
 from tools.fork.tree import shadowed, stale, sync
+
+# Before torch is imported. Tests make many small operations: two threads beside other work, each waiting for the other,
+# take up to seventy times as long as one. An engine's workers get the number that fits their cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def guard(fork: Fork) -> str:

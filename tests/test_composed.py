@@ -8,33 +8,47 @@ from pathlib import Path
 from tools.fork.base import Fork
 from tools.fork.tree import our_files, where
 
-# Each module is imported in a forked child. The first child tells which other packages vllm loads; the parent loads
-# those too, so that the other children spend their time (2 s instead of 6) on vllm's own modules.
+# A fresh interpreter that is asked for a.b.c imports a, then a.b, then a.b.c. So does a process here, except that those
+# of a.b.c and a.b.d are forked from one that has imported a.b. Packages besides vllm, which one child tells, are loaded
+# first.
 CODE = """
-import importlib, json, os, sys
+import gc, importlib, json, multiprocessing, os, sys
+
+gc.disable()  # importing makes no garbage to speak of
 
 # Upstream's own file imports itself in a circle, unless its importer comes first.
 FIRST = {"vllm.transformers_utils.model_arch_config_convertor": ["vllm.config"]}
+found, *names = sys.argv[1:]
+turn = multiprocessing.Semaphore(len(os.sched_getaffinity(0)))
 
-def child(name, out):
-    if not os.fork():
-        for first in FIRST.get(name, []):
-            importlib.import_module(first)
-        print(name, importlib.import_module(name).__file__, flush=True)
-        out.write(json.dumps([n for n in sys.modules if not n.startswith(("vllm", "__"))]))
-        out.flush()
-        os._exit(0)
-    os.wait()
+def visit(name):
+    if os.fork():
+        return
+    with turn:
+        for module in [*FIRST.get(name, []), name]:
+            here = importlib.import_module(module)
+    if name in names:
+        os.write(1, f"{name} {here.__file__}\\n".encode())  # whole, beside other processes
+    below = {n.removeprefix(name + ".").partition(".")[0] for n in names if n.startswith(name + ".")}
+    for part in below:
+        visit(f"{name}.{part}")
+    for part in below:
+        os.wait()
+    os._exit(0)
 
-with open(sys.argv[1], "w") as out:
-    child(sys.argv[2], out)
-for name in json.load(open(sys.argv[1])):
+if not os.fork():
+    importlib.import_module(names[0])
+    with open(found, "w") as out:
+        json.dump([n for n in sys.modules if not n.startswith(("vllm", "__"))], out)
+    os._exit(0)
+os.wait()
+for name in json.load(open(found)):
     try:
         importlib.import_module(name)
     except ImportError:
         pass
-for name in sys.argv[3:]:
-    child(name, open(os.devnull, "w"))
+visit("vllm")
+os.wait()
 """
 
 

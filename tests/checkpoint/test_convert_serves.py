@@ -30,7 +30,7 @@ def test_mxfp4_served_as_nvfp4_equals_the_reference_on_mxfp4(tmp_path, monkeypat
 
     monkeypatch.setattr(arg_utils, "check_before_serving", timed)
     start = time.monotonic()
-    engine = Engine(tmp_path / "nvfp4", enable_prefix_caching=False)
+    engine = Engine(tmp_path / "nvfp4", core_process=True, enable_prefix_caching=False)
     started = time.monotonic() - start
     try:
         engine.reference = reference.load(tmp_path / "mxfp4")

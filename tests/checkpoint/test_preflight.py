@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -276,27 +277,39 @@ def test_fused_modules_are_those_of_the_config(good, tmp_path):
     assert "in_proj_qkvgfab: quantized_layers lists" in read_model(tmp_path).refused[0]
 
 
-def serve(folder, *options):
-    env = dict(os.environ, HF_HUB_OFFLINE="1")
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *options]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, start_new_session=True)
+# What `vllm serve` is started with: how the file is spoilt, options, and what must be said.
+SERVED = {
+    "missing block scale": ("missing block scale", (), "w2.weight_scale: missing"),
+    "contradicting option": (None, ("--quantization", "fp8"), "contradicts the checkpoint"),
+    "heads not divided": (None, ("--tensor-parallel-size", "3"), "does not divide num_attention_heads"),
+    "length of its own": (None, ("--max-model-len", "100000"), "max_model_len"),
+}
 
 
-@pytest.mark.parametrize(
-    "case, options, message",
-    [
-        ("missing block scale", (), "w2.weight_scale: missing"),
-        (None, ("--quantization", "fp8"), "contradicts the checkpoint"),
-        (None, ("--tensor-parallel-size", "3"), "does not divide num_attention_heads"),
-        (None, ("--max-model-len", "100000"), "max_model_len"),
-    ],
-)
-def test_serve_exits_with_one_message_and_leaves_nothing(folder, case, options, message):
-    if case:
-        CASES[case][0](folder)
-    ended = serve(folder, *options)
-    assert ended.returncode == 2, ended.stderr[-2000:]
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stdout + ended.stderr
+@pytest.fixture(scope="module")
+def starts(good, tmp_path_factory):
+    """All starts at once, since each spends 20 s on importing: name -> (folder, process)."""
+    found = {}
+    for name, (case, options, _) in SERVED.items():
+        folder = shutil.copytree(good, tmp_path_factory.mktemp("served") / "bad")
+        if case:
+            CASES[case][0](folder)
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *options]
+        env = dict(os.environ, HF_HUB_OFFLINE="1")
+        pipe = subprocess.PIPE
+        found[name] = folder, subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, process_group=0)
+    yield found
+    for _, process in found.values():
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_serve_exits_with_one_message_and_leaves_nothing(starts, name):
+    folder, process = starts[name]
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 2, stderr[-2000:]
+    assert SERVED[name][2] in stderr
+    assert "Traceback" not in stdout + stderr
     left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True)
     assert left.stdout == ""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models.kimi_k3 import reference
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.checkpoint.tiny import TinyShape, make_tiny
 
 BOUND = 1e-3
@@ -22,7 +22,8 @@ BLOCK = 128  # tokens per cache block: attention pages grow to the KDA state's s
 
 ENGINES = {
     "tp1": dict(enable_prefix_caching=False),
-    "tp1-chunked": dict(enable_prefix_caching=False, max_num_batched_tokens=48),
+    # The multimodal class holds the same language model.
+    "tp1-chunked-multimodal": dict(enable_prefix_caching=False, max_num_batched_tokens=48, trust_remote_code=True),
     "tp1-prefix-caching": dict(),
     "tp2": dict(tensor_parallel_size=2, enable_prefix_caching=False),
     "tp2-chunked-prefix-caching": dict(tensor_parallel_size=2, max_num_batched_tokens=256),
@@ -30,27 +31,40 @@ ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("kimi_k3") / "bf16"
-    make_tiny(path, format="bf16", seed=3)
-    return path
+def checkpoints(tmp_path_factory):
+    """Class -> folder."""
+    folder = tmp_path_factory.mktemp("kimi_k3")
+    for arch in ("text", "multimodal"):
+        make_tiny(folder / arch, arch=arch, format="bf16", seed=3)
+    return folder
 
 
 class Engine:
-    """An engine and the reference on the same checkpoint."""
+    """An engine and the reference on the same checkpoint.
 
-    def __init__(self, path, **options):
+    Args:
+        path: The checkpoint.
+        core_process: Whether the engine's core runs in a process of its own, as when serving. In this one it saves
+            each start ten seconds of importing; the workers have theirs either way.
+        options: Those of `LLM`.
+    """
+
+    def __init__(self, path, core_process=False, **options):
         torch.set_num_threads(1)  # the reference's many small operations only lose by more
         self.reference = reference.load(path)
-        self.llm = LLM(
-            str(path),
-            dtype="float32",
-            max_model_len=1024,
-            max_num_seqs=32,
-            max_logprobs=-1,
-            kv_cache_memory_bytes=64 << 20,  # about 130 blocks: two waves use them all
-            **options,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(core_process)))
+            self.llm = LLM(
+                str(path),
+                dtype="float32",
+                max_model_len=1024,
+                max_num_seqs=32,
+                max_logprobs=-1,
+                kv_cache_memory_bytes=64 << 20,  # about 130 blocks: two waves use them all
+                distributed_executor_backend="mp",
+                **options,
+            )
+        envs.disable_envs_cache()  # a core turns it on in its process, and other tests set variables
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
     def close(self):
@@ -89,8 +103,9 @@ class Engine:
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def engine(request, checkpoint):
-    engine = Engine(checkpoint, **ENGINES[request.param])
+def engine(request, checkpoints):
+    arch = "multimodal" if "multimodal" in request.param else "text"
+    engine = Engine(checkpoints / arch, **ENGINES[request.param])
     engine.options = ENGINES[request.param]
     yield engine
     engine.close()
@@ -137,7 +152,7 @@ def test_shared_prefixes(engine, record_property):
 def test_other_head_counts_and_widths(tmp_path, record_property):
     """KDA width 64 beside MLA of the same; 8 heads; a layer pattern of its own."""
     make_tiny(tmp_path / "m", seed=5, shape=TinyShape(heads=8, head_dim=64, layers="KMKKM", experts=6, top_k=3))
-    engine = Engine(tmp_path / "m", tensor_parallel_size=2)
+    engine = Engine(tmp_path / "m", core_process=True, tensor_parallel_size=2)
     try:
         _, worst = engine.run(prompts_of(LENGTHS, 4, engine.vocab))
         record_property("max_abs_delta_logprob", worst)
