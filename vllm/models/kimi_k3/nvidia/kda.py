@@ -1,5 +1,6 @@
 from vllm.model_executor.layers.divisible import check_divisible
 from vllm.model_executor.layers.mamba.gdn.kda_a_log import checked_a_log_loader
+from vllm.models.kimi_k3.nvidia.kda import current_workspace_manager
 
 
 # fork: edit 882bf281b1d4
@@ -17,3 +18,11 @@ class KimiK3DeltaAttention:
         # fork: at end
         self.in_proj_qkvgfab.output_is_split = True
         self.A_log.tensor_name = f"{prefix}.A_log"
+
+    # fork: edit a3d154d00c0a
+    def _forward(self):
+        # fork: before return[0]
+        if self._flashkda_buffer_specs is not None:
+            # A pass without metadata is the memory profile's. It has to count what
+            # a prefill takes, and after graph capture nothing may grow any more.
+            current_workspace_manager().get_simultaneous(*self._flashkda_buffer_specs)
