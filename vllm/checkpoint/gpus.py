@@ -35,7 +35,6 @@ _KERNELS = {
     "FP8": (
         (100, "DeepGemmFp8BlockScaledMMKernel"),
         (90, "HopperFp8BlockScaledMMKernel"),
-        (80, "MarlinFP8ScaledMMLinearKernel"),
     ),
     "unquantised": ((0, "torch"),),
 }

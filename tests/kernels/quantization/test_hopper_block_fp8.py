@@ -2,6 +2,7 @@
 """Block-scaled FP8 linears on Hopper: the choice and the plan anywhere, kernels on a card."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,20 +55,20 @@ def pretend(monkeypatch):
     monkeypatch.setattr(block_fp8_linear, "current_platform", platform)
     parent = hopper.CutlassFp8BlockScaledMMKernel
     monkeypatch.setattr(parent, "is_supported", classmethod(lambda cls, capability=None: (True, None)))
-    others = []
-    monkeypatch.setattr(block_fp8_linear, "init_fp8_linear_kernel", lambda **kwargs: others.append(kwargs))
-    return others
+    usual = Mock(return_value=Mock(spec=block_fp8_linear.Fp8BlockScaledMMLinearKernel))
+    monkeypatch.setattr(block_fp8_linear, "init_fp8_linear_kernel", usual)
+    return usual
 
 
 def test_hopper_takes_its_own_kernel(one_rank, pretend):
     kernel = block_fp8_linear.choose_block_fp8_kernel((6400, 7168), torch.bfloat16, "method")
-    assert type(kernel) is hopper.HopperFp8BlockScaledMMKernel and not pretend
+    assert type(kernel) is hopper.HopperFp8BlockScaledMMKernel and not pretend.called
 
 
 @pytest.mark.parametrize("dtype,shape", [(torch.float16, (256, 256)), (torch.bfloat16, (200, 256))])
 def test_others_are_left_to_the_usual_choice(one_rank, pretend, dtype, shape):
-    block_fp8_linear.choose_block_fp8_kernel(shape, dtype, "method")
-    assert len(pretend) == 1
+    kernel = block_fp8_linear.choose_block_fp8_kernel(shape, dtype, "method")
+    assert kernel is pretend.return_value and pretend.call_count == 1
 
 
 def test_a_named_backend_and_batch_invariance_come_first(one_rank, pretend, monkeypatch):
@@ -76,7 +77,32 @@ def test_a_named_backend_and_batch_invariance_come_first(one_rank, pretend, monk
     monkeypatch.setattr(block_fp8_linear, "_get_linear_backend", lambda: "auto")
     monkeypatch.setattr(block_fp8_linear.envs, "VLLM_BATCH_INVARIANT", True)
     block_fp8_linear.choose_block_fp8_kernel((256, 256), torch.bfloat16, "method")
-    assert len(pretend) == 2
+    assert pretend.call_count == 2
+
+
+REFUSED = r"Marlin\w*Kernel was chosen for FP8 weights \(256, 256\).*round the scales to BF16.*"
+
+
+@pytest.mark.parametrize(
+    "backend,way_out", [("marlin", "--linear-backend auto, cutlass or triton"), ("auto", "convert … --attention bf16")]
+)
+def test_a_kernel_without_blocks_is_refused_before_weights_exist(one_rank, pretend, monkeypatch, backend, way_out):
+    """The stand-in's class is all that the choice can see; "auto" comes to it on an Ampere card."""
+    pretend.return_value = type("MarlinFP8ScaledMMLinearKernel", (), {})()
+    monkeypatch.setattr(block_fp8_linear, "_get_linear_backend", lambda: backend)
+    monkeypatch.setattr(hopper.HopperFp8BlockScaledMMKernel, "is_supported", lambda: (False, "too old"))
+    config = ModelOptFp8Config("FP8_PB_WO", True, None, [])
+    with pytest.raises(ValueError, match=REFUSED + way_out):
+        linear.ColumnParallelLinear(256, 256, bias=False, quant_config=config, prefix="m.q_b_proj")
+
+
+@pytest.mark.sm90
+def test_marlin_itself_is_refused(one_rank, monkeypatch):
+    """Where upstream would run it: on newer cards than Ampere, it has to be forced."""
+    monkeypatch.setenv("VLLM_TEST_FORCE_FP8_MARLIN", "1")
+    monkeypatch.setattr(one_rank.kernel_config, "linear_backend", "marlin")
+    with pytest.raises(ValueError, match=REFUSED + "--linear-backend auto, cutlass or triton"):
+        block_fp8_linear.choose_block_fp8_kernel((256, 256), torch.bfloat16, "method")
 
 
 @pytest.mark.parametrize("split", [False, True])

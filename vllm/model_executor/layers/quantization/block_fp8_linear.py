@@ -102,7 +102,7 @@ class _RowScaleParameter(ModelWeightParameter):
 
 def choose_block_fp8_kernel(
     weight_shape: tuple[int, int], dtype: torch.dtype, module_name: str
-) -> Any:
+) -> Fp8BlockScaledMMLinearKernel:
     """Choose the GEMM for a weight of ``weight_shape``, padding included.
 
     On CPU: the AMX kernel for BF16 on hosts that have AMX, else plain torch. On
@@ -110,7 +110,7 @@ def choose_block_fp8_kernel(
     ``--linear-backend`` names another or batch invariance is asked for.
 
     Raises:
-        ValueError: No kernel fits.
+        ValueError: No kernel fits, or the one that fits has no use for whole blocks.
     """
     activation_key = create_fp8_quant_key(
         static=False, group_shape=GroupShape(1, BLOCK)
@@ -134,13 +134,27 @@ def choose_block_fp8_kernel(
         if hopper.is_supported()[0] and hopper.can_implement(config)[0]:
             logger.info_once("Selected %s for %s", hopper.__name__, module_name)
             return hopper(config)
-    return init_fp8_linear_kernel(
+    kernel = init_fp8_linear_kernel(
         activation_quant_key=activation_key,
         weight_quant_key=weight_key,
         weight_shape=weight_shape,
         input_dtype=dtype,
         out_dtype=dtype,
         module_name=module_name,
+    )
+    if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+        return kernel
+    way_out = "Use --linear-backend auto, cutlass or triton."
+    if _get_linear_backend() == "auto":
+        way_out = (
+            "This device has no other: convert these linears with "
+            "`vllm checkpoint convert … --attention bf16`."
+        )
+    raise ValueError(
+        f"{type(kernel).__name__} was chosen for FP8 weights {weight_shape} with one "
+        f"scale per {BLOCK}x{BLOCK} block, which needs a kernel that takes rows padded "
+        "to whole blocks and scales in float32, an Fp8BlockScaledMMLinearKernel. "
+        f"Others, such as Marlin, round the scales to BF16. {way_out}"
     )
 
 
