@@ -2,6 +2,7 @@ from torch import nn
 
 from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
 from vllm.model_executor.layers.divisible import check_divisible
+from vllm.model_executor.layers.fused_moe.expert_mapping import entries_by_expert
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.models.kimi_k3.amd.linear import EagleModelMixin, is_pp_missing_parameter
 from vllm.models.kimi_k3.common.cache_scales import cache_scale_name
@@ -54,7 +55,9 @@ class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
         use_fused_modules(self, config, vllm_config.quant_config)
 
     # fork: edit ebfdbdaf41a5
-    def load_weights(self, stacked_params_mapping, name, params_dict):
+    def load_weights(
+        self, stacked_params_mapping, expert_params_mapping, name, params_dict
+    ):
         # fork: drop kda_config
         # fork: drop use_full_rank_gate
         # fork: drop beta_shard_id
@@ -64,6 +67,10 @@ class KimiLinearModel(nn.Module, EagleModelMixin, SupportsQuant):
         stacked_params_mapping = stacked_params(fused_modules_of(self.config))
         # fork: after params_dict
         params_dict = Parameters(params_dict)
+        candidates = entries_by_expert(expert_params_mapping)
+        # fork: instead-of for[2]
+        for _ in candidates(name):
+            ...
         # fork: instead-of remapped_name
         remapped_name = None
         if not is_pp_missing_parameter(name, self):

@@ -1,4 +1,5 @@
 from vllm.checkpoint.fused_modules import fused_modules_of, stacked_params, use_fused_modules
+from vllm.model_executor.layers.fused_moe.expert_mapping import entries_by_expert
 from vllm.models.kimi_k3.common.cache_scales import cache_scale_name
 from vllm.models.kimi_k3.common.expert_names import use_file_names
 from vllm.models.kimi_k3.common.expert_padding import zero_padded_experts
@@ -31,7 +32,9 @@ class KimiLinearModel:
         use_fused_modules(self, config, vllm_config.quant_config)
 
     # fork: edit dd60859d069e
-    def load_weights(self, stacked_params_mapping, name, params_dict):
+    def load_weights(
+        self, stacked_params_mapping, expert_params_mapping, name, params_dict
+    ):
         # fork: drop kda_config
         # fork: drop use_full_rank_gate
         # fork: drop beta_shard_id
@@ -41,6 +44,10 @@ class KimiLinearModel:
         stacked_params_mapping = stacked_params(fused_modules_of(self.config))
         # fork: after params_dict
         params_dict = Parameters(params_dict)
+        candidates = entries_by_expert(expert_params_mapping)
+        # fork: instead-of for[2]
+        for _ in candidates(name):
+            ...
         # fork: instead-of remapped_name
         remapped_name = None
         if not is_pp_missing_parameter(name, self):
