@@ -21,6 +21,11 @@ from vllm.model_executor.layers.fused_moe.experts.nvfp4_situ_sm90_layout import 
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as mx_oracle
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
 from vllm.model_executor.layers.quantization import modelopt, mxfp4
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_processing,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="stands in for a card")
@@ -109,6 +114,29 @@ def test_loading_packs_codes_and_keeps_every_tensor_scale(one_rank, hopper, comp
         for held, shard in ((w13[:WIDTH], "w1"), (w13[padded : padded + WIDTH], "w3"), (w2[:, :WIDTH], "w2")):
             codes, block, _ = bank.tensors[expert, shard]
             assert torch.equal(held.double(), decode(codes, block, 1.0) + 0.0), (expert, shard)
+
+
+@pytest.mark.parametrize("width", [128, WIDTH])
+def test_packing_needs_no_second_bank_and_a_reload_keeps_addresses(one_rank, hopper, width):
+    """Without padding the packed experts lie where they were loaded, after a reload where graphs read them."""
+    names = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    banks = [Bank(EXPERTS, HIDDEN, width, seed=seed) for seed in (0, 1)]
+    layers = [make_layer(one_rank, EXPERTS, HIDDEN, width, quant=nvfp4(), dtype=torch.bfloat16) for _ in banks]
+    layer, fresh = layers
+    record_metadata_for_reloading(layer)
+    loaded = [getattr(layer, name).data_ptr() for name in names]
+    load(layer, banks[0].file())
+    packed = [getattr(layer, name).data_ptr() for name in names]
+    assert (packed == loaded) == (width == 128)
+
+    initialize_layerwise_reload(layer)
+    for _ in layer.load_weights(banks[1].file()):
+        pass
+    finalize_layerwise_processing(layer, SimpleNamespace(dtype=torch.bfloat16))
+    load(fresh, banks[1].file())
+    assert [getattr(layer, name).data_ptr() for name in names] == packed
+    for name in names:
+        assert torch.equal(getattr(layer, name), getattr(fresh, name)), name
 
 
 def test_moving_an_expert_moves_all_that_belongs_to_it(one_rank, hopper):

@@ -81,6 +81,20 @@ def test_width_is_padded_with_zero_weights():
     assert not found[:, 96:].any()
 
 
+@pytest.mark.parametrize("gated,shape,grows", [(True, (3, 256, 256), False), (False, (3, 32, 256), False),
+                                               (True, (3, 192, 256), True), (False, (3, 32, 192), True)])  # fmt: skip
+def test_in_place_is_the_same_without_a_second_bank(gated, shape, grows):
+    """Each expert overwrites itself only; what is padded has no room there, and is left as it was."""
+    codes, scales = random_bank(shape, 4)
+    want = layout.pack_experts(codes.clone(), scales.clone(), gated)
+    held = [t.clone() for t in (codes, scales)]
+    got = layout.pack_experts(*held, gated, in_place=True)
+    for bank, before, packed, expected in zip(held, (codes, scales), got, want):
+        assert torch.equal(packed, expected)
+        assert (packed.data_ptr() == bank.data_ptr()) != grows
+        assert torch.equal(bank.view(torch.uint8), before.view(torch.uint8)) == grows
+
+
 def test_nan_scale_is_refused():
     codes, scales = random_bank((16, 128), 3)
     scales.view(torch.uint8)[3, 2] = 0x7F

@@ -51,7 +51,7 @@ def pack_nvfp4_situ_sm90(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
-    """Bring loaded NVFP4 experts into the kernel's layout.
+    """Bring loaded NVFP4 experts into the kernel's layout, in place where sizes allow.
 
     Args:
         w13: Codes of ``[gate | up]``, uint8 ``[experts, 2 * width, hidden / 2]``.
@@ -65,8 +65,8 @@ def pack_nvfp4_situ_sm90(
         The same six, packed; each keeps experts as its first dimension.
     """
     experts = w13.shape[0]
-    w13, w13_scale = pack_experts(w13, w13_scale, gated=True)
-    w2, w2_scale = pack_experts(w2, w2_scale, gated=False)
+    w13, w13_scale = pack_experts(w13, w13_scale, gated=True, in_place=True)
+    w2, w2_scale = pack_experts(w2, w2_scale, gated=False, in_place=True)
     gate_up = w13_scale_2.float().view(experts, -1).expand(experts, 2).contiguous()
     down = w2_scale_2.float().view(experts).contiguous()
     return w13, w13_scale, gate_up, w2, w2_scale, down

@@ -175,7 +175,7 @@ def pack_bank(
 
 
 def pack_experts(
-    codes: torch.Tensor, scales: torch.Tensor, gated: bool
+    codes: torch.Tensor, scales: torch.Tensor, gated: bool, in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack a bank of experts, one after the other.
 
@@ -184,11 +184,13 @@ def pack_experts(
         scales: e4m3 ``[experts, rows, columns / 16]``.
         gated: Whether rows are ``[gate | up]``; then each half is padded to a
             multiple of 128 rows, so that the next GEMM has whole granules of columns.
+        in_place: Whether an expert may overwrite its own bytes, so that there is never
+            a second bank. One that is padded grows, and gets a new bank all the same.
 
     Returns:
         Weights and scales as :func:`pack_bank` returns them, stacked.
     """
-    scales = scales.view(torch.uint8)
+    codes, scales = codes.detach(), scales.detach().view(torch.uint8)
     if gated:
         width = codes.shape[1] // 2
         pad = -width % COLUMNS
@@ -209,12 +211,20 @@ def pack_experts(
             )
         one, one_scales = pack_bank(*bank, order)
         if packed is None:
-            packed = one.new_empty(codes.shape[0], *one.shape)
-            packed_scales = one.new_empty(codes.shape[0], *one_scales.shape)
+            packed = _room(codes, one, in_place)
+            packed_scales = _room(scales, one_scales, in_place)
         assert packed_scales is not None
         packed[expert], packed_scales[expert] = one, one_scales
     assert packed is not None and packed_scales is not None
     return packed, packed_scales
+
+
+def _room(bank: torch.Tensor, one: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """Memory for a bank of packed experts like ``one``: the unpacked bank's, or new."""
+    shape = (bank.shape[0], *one.shape)
+    if in_place and bank.is_contiguous() and bank[0].numel() == one.numel():
+        return bank.view(shape)
+    return one.new_empty(shape)
 
 
 def mxfp4_as_nvfp4(
