@@ -40,6 +40,8 @@ code; blocks scaled by zero get zero weights. A negative scale flips its weights
 signs.
 """
 
+import functools
+
 import torch
 
 __all__ = [
@@ -81,9 +83,10 @@ def down_rows(rows: int) -> torch.Tensor:
     return torch.arange(rows).view(-1, 8, 2).transpose(1, 2).flatten()
 
 
-def _scale_codes() -> torch.Tensor:
+@functools.cache
+def _scale_codes(device: torch.device) -> torch.Tensor:
     """Map the seven magnitude bits of e4m3 to the packed code (0 and NaN: 0)."""
-    codes = torch.zeros(128, dtype=torch.uint8)
+    codes = [0] * 128
     for bits in range(1, 127):
         exponent, mantissa = bits >> 3, bits & 7
         if exponent:
@@ -91,9 +94,10 @@ def _scale_codes() -> torch.Tensor:
         else:
             top = mantissa.bit_length() - 1
             codes[bits] = top << 3 | (mantissa << 3 >> top) & 7
-    return codes
+    return torch.tensor(codes, dtype=torch.uint8, device=device)
 
 
+@functools.cache
 def _slot_table(device: torch.device) -> torch.Tensor:
     """int32 ``[4 slots, 2 halves, 16 codes]``: a code's bits in its word."""
     code = torch.arange(16)
@@ -146,7 +150,7 @@ def pack_bank(
     magnitude = scales & 0x7F
     if bool((magnitude == 0x7F).any()):
         raise ValueError("NVFP4 block scale is NaN; expected finite e4m3 values.")
-    packed_scales = _scale_codes().to(device)[magnitude.int()]
+    packed_scales = _scale_codes(device)[magnitude.int()]
     # Per block: flip signs under a negative scale, drop weights under zero.
     flip = (scales >> 7) * 0x88
     keep = (magnitude != 0).to(torch.uint8) * 0xFF
