@@ -32,9 +32,9 @@ BLOCK = 128
 MAX_TOKENS = 64
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_GPC = 16  # multiprocessors, at least, of a unit that a cluster cannot leave
 _CLUSTER = 8  # blocks at most, wherever the card has room
 _FIXED = 4  # time of a launch over that of a block of columns, about
+_BESIDE = 1.3  # time of a block of columns beside another block of threads, over alone
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,21 @@ def _room(resident: int) -> int:
     return nvrtc.SHARED_LIMIT // resident - 2048
 
 
+def _clusters_apart(split: int, multiprocessors: int) -> int:
+    """Clusters of ``split`` blocks that find a multiprocessor for each block.
+
+    A cluster cannot leave its GPC, of 16 or 18 multiprocessors (how many of each is what
+    an H200's 132 and the measured times agree with).
+    """
+    gpcs = multiprocessors // 16
+    larger = (multiprocessors - 16 * gpcs) // 2
+    return (gpcs - larger) * (16 // split) + larger * (18 // split)
+
+
 def few_tokens_plan(
     tokens: int, rows: int, columns: int, multiprocessors: int
 ) -> FewTokensPlan:
-    """Choose a plan: least columns for a block of threads, all running at a time if they can.
+    """Choose how many blocks share the columns: the more, the shorter, if all run at once.
 
     Args:
         tokens: Rows of the input, at most 64.
@@ -104,14 +115,18 @@ def few_tokens_plan(
     """
     kind = next(p for p in _PLANS if p.width >= tokens)
     blocks, groups = columns // BLOCK, rows // BLOCK
-    plans = {}
+    times = {}
     for split in range(1, min(_CLUSTER, blocks) + 1):
         plan = replace(kind, share=-(-blocks // split))
-        if plan.shared <= _room(plan.resident):
-            clusters = multiprocessors // _GPC * (_GPC * plan.resident // split)
-            waves = -(-groups // clusters)
-            plans[plan] = waves * (-(-plan.share // plan.ahead) * plan.ahead + _FIXED)
-    return min(plans, key=plans.__getitem__)
+        if plan.shared > _room(plan.resident):
+            continue
+        layers = -(-groups // _clusters_apart(split, multiprocessors))
+        waves = -(-layers // plan.resident)
+        columns_time = -(-plan.share // plan.ahead) * plan.ahead
+        if layers > 1 and plan.resident > 1:
+            columns_time *= _BESIDE
+        times[plan] = waves * (columns_time + _FIXED)
+    return min(times, key=times.__getitem__)
 
 
 def _source(macros: dict[str, int]) -> str:
