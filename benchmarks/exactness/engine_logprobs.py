@@ -7,8 +7,10 @@ seeded prompts with log-probs of every vocabulary entry, for prompt tokens and f
 continuations. The reference (`tests/models/kimi_k3/reference.py`) reads the file itself,
 dequantises it exactly and goes over the same tokens, teacher-forced, in float32. Reported
 over all positions: max, mean and median |difference|, KL(reference ‖ engine), and how
-often the most likely token agrees. BF16's own deviation is the yardstick. Seconds are
-those of the engine's start, of its answers, and of the reference.
+often the most likely token agrees. BF16's own deviation is the yardstick. GPU kernels
+round the inputs of FP8 linears to e4m3, so there ``rounding`` tells what that alone does:
+the reference that rounds them against the one that does not. Seconds are those of the
+engine's start, of its answers, and of the reference.
 
     python benchmarks/exactness/engine_logprobs.py --formats bf16 nvfp4-ct --json out.json
 """
@@ -70,7 +72,12 @@ def run_engine(checkpoint: str, options: dict, threads: int) -> dict:
         got.append(torch.tensor([[p[token].logprob for token in range(vocab)] for p in positions]))
         want.append(truth.logprobs(prompt + list(output.outputs[0].token_ids)[:-1]))
     lap("reference_s")
-    return {**seconds, **statistics(torch.cat(got), torch.cat(want))}
+    found = {**seconds, **statistics(torch.cat(got), torch.cat(want))}
+    if torch.cuda.is_available() and truth.quantised:
+        rounded = reference.load(checkpoint, fp8_activations=True)
+        inputs = [p + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs)]
+        found["rounding"] = statistics(torch.cat([rounded.logprobs(x) for x in inputs]), torch.cat(want))
+    return found
 
 
 def statistics(got: torch.Tensor, want: torch.Tensor) -> dict:
@@ -135,7 +142,9 @@ def main() -> None:
         if not path.exists():
             make_tiny(path, format=name, seed=3)
         for mode in args.modes:
-            options = {"dtype": args.dtype, "enforce_eager": mode == "eager", "kv_cache_memory_bytes": 256 << 20}
+            # Graph capture wants a cache block for each of the most requests at a time.
+            options = {"dtype": args.dtype, "enforce_eager": mode == "eager", "max_num_seqs": 64}
+            options["kv_cache_memory_bytes"] = 256 << 20
             row = run_apart(path, options | json.loads(args.engine), args.threads, logs / f"{name}-{mode}.log")
             result["rows"].append({"format": name, "mode": mode, **row})
             if "error" in row:
