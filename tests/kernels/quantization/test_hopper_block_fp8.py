@@ -133,6 +133,7 @@ def test_a_split_output_is_a_view_of_the_padded_one(one_rank, monkeypatch, split
 def on_card(tokens, rows, columns):
     case = {name: t.cuda() for name, t in inputs(tokens, rows, columns).items()}
     weight = case["codes"].to(torch.uint8).view(torch.float8_e4m3fn)
+    torch.cuda.synchronize()  # the kernel reads weights before the one in front has ended
     return case, weight
 
 
@@ -151,6 +152,7 @@ def test_every_code_widens_exactly():
         for start in (0, 64):
             x = torch.eye(128, dtype=torch.bfloat16, device="cuda")[start : start + 64]
             held = half.to(torch.uint8).view(torch.float8_e4m3fn)
+            torch.cuda.synchronize()
             y = torch.ops.vllm.block_fp8_linear_sm90(x, held, scale)
             want = torch.tensor([e4m3(c) for c in half[0, start : start + 64].tolist()]).cuda()
             assert torch.equal(y.float(), want[:, None].expand(64, 128))

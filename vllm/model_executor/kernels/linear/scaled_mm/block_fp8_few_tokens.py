@@ -172,7 +172,9 @@ def block_fp8_few_tokens(
 
     Args:
         x: bf16 ``[tokens, columns]``, at most 64 rows.
-        weight: e4m3 ``[rows, columns]``, both multiples of 128, without NaN.
+        weight: e4m3 ``[rows, columns]``, both multiples of 128, without NaN. It is read
+            while the kernel in front on the stream may still run, so that one must
+            not write it.
         scale: float32 ``[rows / 128, columns / 128]``, multipliers.
         plan: In place of that of :func:`few_tokens_plan`.
 
