@@ -395,7 +395,8 @@ def test_kernels_are_the_first_that_the_engine_would_try(monkeypatch):
             assert gpus.kernel(layout, gpu) == chosen, (layout, gpu)
         names = [kernel.__name__ for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]]
         names += [HopperFp8BlockScaledMMKernel.__name__] * (gpu.capability == 90)
-        assert gpus.kernel("FP8_PB_WO", gpu) in names
+        # Before Hopper there is Marlin alone, which the layer refuses: it would round the scales.
+        assert gpus.kernel("FP8_PB_WO", gpu) in (names if gpu.capability >= 90 else ["none"])
     assert gpus.kernel("some layout", GPUS["h200"]) == "unknown" and gpus.kernel(None, GPUS["h200"]) == "torch"
 
 
