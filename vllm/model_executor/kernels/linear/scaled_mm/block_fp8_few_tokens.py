@@ -122,7 +122,7 @@ def few_tokens_plan(
             continue
         layers = -(-groups // _clusters_apart(split, multiprocessors))
         waves = -(-layers // plan.resident)
-        columns_time = -(-plan.share // plan.ahead) * plan.ahead
+        columns_time: float = -(-plan.share // plan.ahead) * plan.ahead
         if layers > 1 and plan.resident > 1:
             columns_time *= _BESIDE
         times[plan] = waves * (columns_time + _FIXED)
