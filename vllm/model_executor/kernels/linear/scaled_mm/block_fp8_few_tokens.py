@@ -102,6 +102,7 @@ def _clusters_apart(split: int, multiprocessors: int) -> int:
     return (gpcs - larger) * (16 // split) + larger * (18 // split)
 
 
+@functools.cache
 def few_tokens_plan(
     tokens: int, rows: int, columns: int, multiprocessors: int
 ) -> FewTokensPlan:
@@ -142,6 +143,7 @@ def _kernel(**macros: int) -> nvrtc.Kernel:
     return nvrtc.Kernel(code, "block_fp8_few_tokens", _room(macros["PER_SM"]))
 
 
+@nvrtc.per_device
 def prepare_kernels() -> None:
     """Compile and load what :func:`few_tokens_plan` may choose, for the current device.
 
