@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["SHARED_LIMIT", "Kernel", "machine_code", "per_device", "wgmma_source"]
+__all__ = ["SHARED_LIMIT", "Kernel", "machine_code", "per_device", "source"]
 
 SHARED_LIMIT = 232448  # bytes a block may ask for on SM90
 
+_SHARED = Path(__file__).with_name("sm90.cu")
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_…
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -58,7 +59,22 @@ def _check(result: int, what: str) -> None:
         )
 
 
-def wgmma_source(widths: set[int]) -> str:
+def source(path: Path, widths: set[int], macros: dict[str, int | str]) -> str:
+    """The text of a kernel: its macros, what kernels share, products, the file.
+
+    Args:
+        path: The file; it includes nothing.
+        widths: See :func:`_wgmma`.
+        macros: Defined at the top.
+    """
+    parts = [f"#define {k} {v}\n" for k, v in macros.items()]
+    parts.append(_SHARED.read_text())
+    if widths:
+        parts.append(_wgmma(widths))
+    return "".join([*parts, path.read_text()])
+
+
+def _wgmma(widths: set[int]) -> str:
     """Source of the warpgroup products 64 x N x 16 for N in ``widths``.
 
     They add bf16 x bf16 to float32; the first operand is in registers. ``TOKENS``, a

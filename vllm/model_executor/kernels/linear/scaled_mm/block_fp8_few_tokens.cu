@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Block-scaled FP8 weights times few BF16 tokens for SM90, weight-only. Compiled at run
-// time by NVRTC, once for each width TOKENS; includes nothing.
+// time by NVRTC, once for each width TOKENS; behind vllm/utils/sm90.cu.
 //
 // A block multiplies 128 rows with all tokens over a share of the columns: two warpgroups,
 // 64 rows each. Weights are the first operand of the tensor cores: a lane reads 16 codes of
@@ -12,12 +12,6 @@
 // blocks of a cluster have the shares of one row group and add them up from each other's
 // shared memory, in order.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-//@WGMMA@  defines wgmma<N>(float (&d)[TOKENS / 2], a, descriptor, accumulate)
-
 #define WARPS 8
 #define COPIERS (RING ? 4 : 0)
 #define THREADS ((WARPS + COPIERS) * 32)
@@ -26,12 +20,6 @@ typedef unsigned long long u64;
 #define COPIER_REGISTERS 88
 #define TILE_BYTES (TOKENS * 128)  // 64 columns of all tokens
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
 __device__ __forceinline__ void tokens_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -62,34 +50,9 @@ __device__ __forceinline__ u32 widen(u32 codes) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(moved), "r"(0x7B807B80u));
   return out;
 }
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-// Descriptor of a tile of tokens: rows of 128 bytes in the 128-byte swizzle, eight rows every
-// 1024 bytes. `low` is its lower word, the address in units of 16 bytes included.
-__device__ __forceinline__ u64 descriptor(u32 low) {
-  u64 d;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "r"(0x40000040u));
-  return d;
-}
 
 // Tokens are moved in units of 8 tokens and 64 columns, by a warp each.
 #define UNITS (TOKENS / 4)  // of a block of 128 columns
-#if RING
-__device__ __forceinline__ void barrier_init(u32 at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(at), "r"(parity) : "memory");
-}
-#endif
 struct Unit {
   uint4 v[2];
   __device__ __forceinline__ void load(const u16* x, int x_stride, int tokens, int u, int g, int t) {

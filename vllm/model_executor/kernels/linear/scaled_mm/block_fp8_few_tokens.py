@@ -131,10 +131,7 @@ def few_tokens_plan(
 
 
 def _source(macros: dict[str, int]) -> str:
-    text = _SOURCE.read_text()
-    line = next(x for x in text.splitlines() if x.startswith("//@WGMMA@"))
-    text = text.replace(line, nvrtc.wgmma_source({macros["TOKENS"]}))
-    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + text
+    return nvrtc.source(_SOURCE, {macros["TOKENS"]}, dict(macros))
 
 
 @nvrtc.per_device

@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // NVFP4 experts for SM90: routing, two GEMM shapes, reduction. Compiled at run time
-// by NVRTC, one kernel per compilation, chosen by macros; includes nothing.
+// by NVRTC, one kernel per compilation, chosen by macros; behind vllm/utils/sm90.cu.
 //
 // PHASE 1 multiplies w13 and applies SiTU, PHASE 2 multiplies w2. Weights are the
 // first operand of the tensor cores and go from memory to registers in the layout of
 // nvfp4_situ_sm90_layout.py; tokens are the second, from shared memory.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 #define WARP 32
 #define CHUNK 128              // columns per pipeline step: 1024 B of codes, 128 B of scales
@@ -68,11 +63,6 @@ __device__ __forceinline__ void unpack(u32 (&a)[4], u32 w, u32 upper, u32 lower,
   a[1] = scaled((w * left.by6) & 0x81C081C0u, lower);
   a[2] = scaled(((w * left.by3) & 0x01C001C0u) | ((w * left.by1) & 0x80008000u), upper);
   a[3] = scaled(((w >> 4) & 0x01C001C0u) | ((w * left.by2) & 0x80008000u), lower);
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
 }
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -498,7 +488,6 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) ENTRY(
 // dequantises 16 rows into registers and its warpgroup multiplies them with the tokens' tile
 // by wgmma, TOKENS wide or, where that does, NARROW. Only barriers per stage tie the warps
 // together, so one warpgroup's epilogue passes under another's products.
-//@WGMMA@  defines wgmma<N>(float (&d)[TOKENS / 2], a, descriptor, accumulate)
 #define WARPS 16
 #define COPIERS 4
 #define THREADS ((WARPS + COPIERS) * WARP)
@@ -508,28 +497,11 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) ENTRY(
 #define REGISTERS 112
 #define TOKEN_BYTES (TOKENS * CHUNK * 2)
 #define HALF_BYTES (TOKENS * CHUNK)
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-__device__ __forceinline__ void barrier_init(u32 at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
 __device__ __forceinline__ void barrier_arrive_expect(u32 at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive_after_copies(u32 at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(at), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -545,13 +517,6 @@ struct Place {  // in the ring of stages
     }
   }
 };
-// Descriptor of a tile of tokens: rows of 128 bytes in the 128-byte swizzle, eight rows every
-// 1024 bytes. `low` is its lower word, the address in units of 16 bytes included.
-__device__ __forceinline__ u64 descriptor(u32 low) {
-  u64 d;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "r"(0x40000040u));
-  return d;
-}
 template <int N>
 __device__ __forceinline__ void products(float (&acc)[TOKENS / 2], Place& now, u32 barriers, u32 ring_lane,
                                          u32 ring_scale, u32 tokens_low, int chunks, bool first_lane,

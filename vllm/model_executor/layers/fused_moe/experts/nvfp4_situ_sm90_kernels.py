@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from vllm.utils import nvrtc
-from vllm.utils.nvrtc import SHARED_LIMIT, Kernel, per_device, wgmma_source
+from vllm.utils.nvrtc import SHARED_LIMIT, Kernel, per_device
 
 __all__ = ["gemm_kernel", "machine_code", "reduce_kernel", "route_kernel", "source"]
 
@@ -20,12 +20,9 @@ def _entry(macros: dict[str, int]) -> str:
 
 def source(**macros: int) -> str:
     """The text of one kernel, its macros defined at the top."""
-    text = _SOURCE.read_text()
-    if "KERNEL_LARGE" in macros:
-        line = next(x for x in text.splitlines() if x.startswith("//@WGMMA@"))
-        text = text.replace(line, wgmma_source({macros["TOKENS"], macros["NARROW"]} - {0}))
-    macros = {**macros, "ENTRY": _entry(macros)}  # type: ignore[dict-item]
-    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + text
+    large = "KERNEL_LARGE" in macros
+    widths = {macros["TOKENS"], macros["NARROW"]} - {0} if large else set()
+    return nvrtc.source(_SOURCE, widths, {**macros, "ENTRY": _entry(macros)})
 
 
 def machine_code(**macros: int) -> bytes:
