@@ -28,6 +28,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.scaled_mm.block_fp8_few_tokens import (
     MAX_TOKENS,
     block_fp8_few_tokens,
+    clusters_at_once,
     few_tokens_plan,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.hopper_block_fp8 import (
@@ -131,30 +132,20 @@ def measure(name: str, tokens: list[int]) -> list[dict]:
     return rows
 
 
-KINDS = ((2, 2, False), (4, 2, False), (2, 1, False), (2, 1, True))  # ahead, resident, ring
-
-
 def tune(name: str) -> list[dict]:
-    """Time every plan for few tokens; the best of each width, beside the default."""
+    """Time every plan for few tokens; the best, beside the default."""
     linear, found = Linear(*SHAPES[name]), []
     blocks = linear.columns // 128
     for tokens in (1, 8, 16, 32, MAX_TOKENS):
         cases = linear.cases(tokens)
-        default = few_tokens_plan(tokens, linear.padded, linear.columns, 132)
-        shares = {-(-blocks // split) for split in range(1, min(8, blocks) + 1)}
-        plans = {default} | {
-            replace(default, share=share, ahead=ahead, resident=resident, ring=ring)
-            for share in shares
-            for ahead, resident, ring in KINDS
-            if not ring or tokens >= 32
-        }
+        default = few_tokens_plan(tokens, linear.padded, linear.columns, clusters_at_once())
+        plans = {replace(default, split=n, share=-(-blocks // n)) for n in range(1, min(8, blocks) + 1)}
         times = {}
         for plan in plans:
-            if plan.shared > SHARED_LIMIT // plan.resident - 2048:
-                continue
-            times[plan] = graph_time(
-                lambda c, p=plan: block_fp8_few_tokens(c.x, c.fp8, linear.scale, p), cases, 5
-            )
+            if (plan.split - 1) * plan.share < blocks and plan.shared <= SHARED_LIMIT:
+                times[plan] = graph_time(
+                    lambda c, p=plan: block_fp8_few_tokens(c.x, c.fp8, linear.scale, p), cases, 5
+                )
         best = min(times, key=times.__getitem__)
         found.append({"shape": name, "tokens": tokens, "default_us": times[default], "best_us": times[best]})
         found[-1] |= {"default": asdict(default), "best": asdict(best)}

@@ -77,12 +77,11 @@ def source(path: Path, widths: set[int], macros: dict[str, int | str]) -> str:
 def _wgmma(widths: set[int]) -> str:
     """Source of the warpgroup products 64 x N x 16 for N in ``widths``.
 
-    They add bf16 x bf16 to float32; the first operand is in registers. ``TOKENS``, a
-    macro, is the largest N.
+    They add bf16 x bf16 to float32; the first operand is in registers.
     """
     text = """
 template <int N> __device__ __forceinline__ void wgmma(
-    float (&d)[TOKENS / 2], const u32 (&a)[4], u64 b, int accumulate);
+    float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate);
 """
     for tokens in sorted(widths):
         count = tokens // 2
@@ -91,7 +90,7 @@ template <int N> __device__ __forceinline__ void wgmma(
         outputs = ",".join(f'"+f"(d[{i}])' for i in range(count))
         text += f"""
 template <> __device__ __forceinline__ void wgmma<{tokens}>(
-    float (&d)[TOKENS / 2], const u32 (&a)[4], u64 b, int accumulate) {{
+    float (&d)[{count}], const u32 (&a)[4], u64 b, int accumulate) {{
   asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
     "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 "
     "{{{sums}}}, {{{weights}}}, %{count + 4}, p, 1, 1, 0;}}"
@@ -232,27 +231,39 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(values))(
             *(ctypes.addressof(x) for x in values)
         )
-        attributes = (_LaunchAttribute * 2)(
-            _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, int(early)),
-            _LaunchAttribute(_CLUSTER_DIMENSION, 1, cluster, 1),
-        )
-        config = _LaunchConfig(
-            *grid,
-            1,
-            threads,
-            1,
-            1,
-            shared,
-            torch.cuda.current_stream().cuda_stream,
-            attributes,
-            2 if cluster > 1 else 1,
-        )
+        config = _config(grid, threads, shared, early, cluster)
         _check(
             _driver().cuLaunchKernelEx(
                 ctypes.byref(config), self._function, pointers, None
             ),
             "launching a kernel",
         )
+
+    def clusters(self, threads: int, shared: int, cluster: int) -> int:
+        """How many clusters of ``cluster`` blocks, two at least, the current device runs at a time."""
+        config = _config((1, cluster), threads, shared, False, cluster)
+        count = ctypes.c_int()
+        _check(
+            _driver().cuOccupancyMaxActiveClusters(
+                ctypes.byref(count), self._function, ctypes.byref(config)
+            ),
+            f"asking for room for clusters of {cluster} blocks",
+        )
+        return count.value
+
+
+def _config(
+    grid: tuple[int, int], threads: int, shared: int, early: bool, cluster: int
+) -> _LaunchConfig:
+    """On the current stream; what it points to, it keeps."""
+    attributes = (_LaunchAttribute * 2)(
+        _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, int(early)),
+        _LaunchAttribute(_CLUSTER_DIMENSION, 1, cluster, 1),
+    )
+    stream = torch.cuda.current_stream().cuda_stream
+    return _LaunchConfig(
+        *grid, 1, threads, 1, 1, shared, stream, attributes, 2 if cluster > 1 else 1
+    )
 
 
 def per_device(build):

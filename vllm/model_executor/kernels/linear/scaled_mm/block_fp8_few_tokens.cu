@@ -3,225 +3,240 @@
 // time by NVRTC, once for each width TOKENS; behind vllm/utils/sm90.cu.
 //
 // A block multiplies 128 rows with all tokens over a share of the columns: two warpgroups,
-// 64 rows each. Weights are the first operand of the tensor cores: a lane reads 16 codes of
-// two rows straight into registers, AHEAD blocks of 128 columns before they are due, and
-// widens them there. Tokens are the second operand, from shared memory: all of the share,
-// brought there first; or (RING) four blocks of columns in turn, each by a warp that does
-// nothing else. (The fence between writing tokens and multiplying them waits for all that a
-// thread is reading, so a warp that reads weights ahead cannot bring tokens as well.) The
-// blocks of a cluster have the shares of one row group and add them up from each other's
-// shared memory, in order.
+// 64 rows each. Four more warps copy weights and tokens of STAGES blocks of 128 columns into
+// a ring in shared memory. Weights are the first operand of the tensor cores, widened to
+// BF16 in registers; tokens are the second, from shared memory. The blocks of a cluster have
+// the shares of one row group: each sends its sums to the one that adds them up, in order.
 
 #define WARPS 8
-#define COPIERS (RING ? 4 : 0)
+#define COPIERS 4
 #define THREADS ((WARPS + COPIERS) * 32)
-// With copiers a thread has 168 registers at the start; then these, together not more.
+#define CODES (128 * 128)
+#define TILE_BYTES (TOKENS * 128)  // 64 columns of all tokens
+#define STAGE_BYTES (CODES + 2 * TILE_BYTES)
+// A thread has 168 registers at the start; then these, together not more.
 #define REGISTERS 208
 #define COPIER_REGISTERS 88
-#define TILE_BYTES (TOKENS * 128)  // 64 columns of all tokens
 
-__device__ __forceinline__ void tokens_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ void copy16(u32 to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// What lies at `at` of this block's shared memory, in block `rank` of the cluster.
-__device__ __forceinline__ float4 load_remote(u32 at, u32 rank) {
-  u32 there;
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 at) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expect(u32 at, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
+// To where `at` and `barrier` lie in this block's shared memory, in block `rank` of the cluster.
+__device__ __forceinline__ void send(u32 at, u32 barrier, u32 rank, const float* v) {
+  asm volatile(
+      "{\n.reg .b32 to, there;\nmapa.shared::cluster.u32 to, %0, %2;\nmapa.shared::cluster.u32 there, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3,%4,%5,%6}, [there];\n}" ::"r"(at),
+      "r"(barrier), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void store_floats(u32 to, const float* v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void load_words(u32 (&r)[4], u32 from) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
+}
+__device__ __forceinline__ u32 load_word(u32 from) {
+  u32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from));
   return v;
 }
-// Codes are read once: they need no place in L1. The condition is no branch: see below.
-__device__ __forceinline__ void load_codes(u32 (&r)[4], const u8* from, int wanted) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; "
-               "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0,%1,%2,%3}, [%4];}"
-               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : "l"(from), "r"(wanted));
+__device__ __forceinline__ float load_float(u32 from) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from));
+  return v;
 }
-// Two of four codes to BF16: sign and magnitude move to BF16's places, which divides by
-// 2^120, and a product with 2^120 puts that right, subnormals included. Each step is exact.
-// The code for NaN would become 480; loading refuses it.
-template <int PAIR>
-__device__ __forceinline__ u32 widen(u32 codes) {
-  u32 spread, out;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(codes), "n"(PAIR ? 0x3424 : 0x1404));
-  const u32 moved = (spread & 0x80008000u) | ((spread >> 4) & 0x07F007F0u);
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(moved), "r"(0x7B807B80u));
-  return out;
+// Four codes to BF16: sign and magnitude move to BF16's places, which divides by 2^120, and a
+// product with 2^120 puts that right, subnormals included. Each step is exact. Left shifts are
+// products, for the logic pipe is the busiest. The code for NaN would become 480; loading
+// refuses it.
+__device__ __forceinline__ void widen(u32& first, u32& second, u32 codes, u32 more, u32 order, u32 by4, u32 by8) {
+  u32 w;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(codes), "r"(more), "r"(order));
+  const u32 low = ((w * by8) & 0x80008000u) | ((w * by4) & 0x07F007F0u);
+  const u32 high = (w & 0x80008000u) | ((w >> 4) & 0x07F007F0u);
+  asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(low), "r"(0x7B807B80u));
+  asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(high), "r"(0x7B807B80u));
 }
 
-// Tokens are moved in units of 8 tokens and 64 columns, by a warp each.
-#define UNITS (TOKENS / 4)  // of a block of 128 columns
-struct Unit {
-  uint4 v[2];
-  __device__ __forceinline__ void load(const u16* x, int x_stride, int tokens, int u, int g, int t) {
-    const int n = u % (TOKENS / 8) * 8 + g;
-    const uint4* const from = (const uint4*)(x + (long long)n * x_stride + u / (TOKENS / 8) * 64 + t * 16);
-    v[0] = n < tokens ? from[0] : make_uint4(0, 0, 0, 0);
-    v[1] = n < tokens ? from[1] : make_uint4(0, 0, 0, 0);
-  }
-  __device__ __forceinline__ void store(u32 to, int u, int g, int t) const {
-    const u32 row = to + u / (TOKENS / 8) * TILE_BYTES + (u % (TOKENS / 8) * 8 + g) * 128 + t * 4;
-    const u32 words[8] = {v[0].x, v[0].y, v[0].z, v[0].w, v[1].x, v[1].y, v[1].z, v[1].w};
-#pragma unroll
-    for (int k = 0; k < 8; k++)  // columns 2 k, 2 k + 1 of the lane's: piece k of the swizzled row
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + ((k ^ g) << 4)), "r"(words[k]) : "memory");
-  }
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_fp8_few_tokens(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
     const u8* __restrict__ weight, const float* __restrict__ scale, const u16* x, u16* out, int tokens,
     int x_stride, int blocks, int share) {
   extern __shared__ u8 shared[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
-  const u32 tokens_at = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u;
-  const int first = blockIdx.y * share, count = min(share, blocks - first);
-  const long long columns = blocks * 128;
-
-#if RING
-  const u32 full = tokens_at + 8 * TILE_BYTES, empty = full + 32;  // one of each per slot
-  if (tid < 4) {
-    barrier_init(full + tid * 8, 1);
+  const int first = blockIdx.y * share, count = min(share, blocks - first), split = gridDim.y;
+  const u32 ring = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u;
+  const u32 full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;  // one of each per stage
+  const u32 received = empty + STAGES * 8, scales = received + 8, sums = (scales + share * 4 + 15) & ~15u;
+  if (tid < STAGES) {
+    barrier_init(full + tid * 8, COPIERS * 32);
     barrier_init(empty + tid * 8, WARPS);
+    if (tid == 0) barrier_init(received, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  cluster_arrive();  // others may send sums once all blocks of the cluster run
+
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPIER_REGISTERS));
+    const int copier = warp - WARPS;
+    const long long columns = blocks * 128;
+    // Of a block of columns a copier has 32 rows of the weight, four at a time, and every fourth
+    // piece of four tokens and 64 columns. Both lie in the 128-byte swizzle.
+    const int four = lane >> 3, piece = lane & 7, row = copier * 32 + four;
+    const u8* weights = weight + (blockIdx.x * 128LL + row) * columns + first * 128 + piece * 16;
+    const u32 weights_to = ring + row * 128 + ((piece ^ four) << 4);
+    const int n = (copier >> 1) * 4 + four;
+    const u8* tokens_from = (const u8*)(x + (long long)n * x_stride + (first * 2 + (copier & 1)) * 64 + piece * 8);
+    const u32 tokens_to = ring + CODES + (copier & 1) * TILE_BYTES + n * 128 + ((piece ^ n) << 4);
+    auto copy_weights = [&](int stage) {
+      const u32 to = weights_to + stage * STAGE_BYTES;
+      const u8* from = weights;
+#pragma unroll
+      for (int i = 0; i < 8; i++, from += 4 * columns) copy16((i & 1 ? to ^ 64 : to) + i * 512, from);
+      weights += 128;
+    };
+    auto copy_tokens = [&](int stage) {
+      const u8* from = tokens_from;
+#pragma unroll
+      for (int i = 0; i < TOKENS / 8; i++, from += 16LL * x_stride)
+        if (n + 8 * i < tokens) copy16(tokens_to + stage * STAGE_BYTES + i * 1024, from);  // others' sums are dropped
+      tokens_from += 256;
+      barrier_arrive_after_copies(full + stage * 8);
+    };
+    // Weights of the first two blocks before the tokens: the kernel in front may still run.
+    copy_weights(0);
+    if (count > 1) copy_weights(1);
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int slot = warp - WARPS;
-    const u32 to = tokens_at + slot * (2 * TILE_BYTES);
-    for (int b = slot; b < count; b += 4) {
-      if (b >= 4) barrier_wait(empty + slot * 8, ((b >> 2) & 1) ^ 1);
-      const u16* const from = x + (first + b) * 128;
-#pragma unroll
-      for (int u0 = 0; u0 < UNITS; u0 += 8) {
-        Unit unit[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) unit[i].load(from, x_stride, tokens, u0 + i, g, t);
-#pragma unroll
-        for (int i = 0; i < 8; i++) unit[i].store(to, u0 + i, g, t);
-      }
-      tokens_written();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(full + slot * 8);
+    copy_tokens(0);
+    if (count > 1) copy_tokens(1);
+    u32 parity = 1;
+    for (int b = 2, stage = 2; b < count; b++) {
+      if (stage == STAGES) stage = 0, parity ^= 1;
+      barrier_wait(empty + stage * 8, parity);
+      copy_weights(stage);
+      copy_tokens(stage);
+      stage++;
     }
-    __syncthreads();  // the barriers of the others, below
-    cluster_barrier();
-    cluster_barrier();
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    cluster_wait();
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-#endif
+  for (int i = tid; i < count; i += WARPS * 32)
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + i * 4), "f"(scale[blockIdx.x * blocks + first + i]) : "memory");
+  consumers_meet();
 
-  // In each 64 columns lane t of a quad holds block t of 16; the tensor cores take its columns
-  // 4 s.. for columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of step s. Tokens are permuted to fit.
-  const u8* const upper = weight + (blockIdx.x * 128LL + warp * 16 + g) * columns + first * 128 + t * 16;
-  const u8* const lower = upper + 8 * columns;
-  u32 codes[AHEAD][2][2][4] = {};
-  auto fetch = [&](u32 (&to)[2][2][4], int block) {
+  // The tensor cores take columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 from lane t of a quad: halves
+  // of two words, one in either half of the row's 16 bytes.
+  const u32 codes_lane = ring + (warp * 16 + g) * 128 + (t >> 1) * 4, order = t & 1 ? 0x7362 : 0x5140;
+  const u32 by4 = 16 + ((u32)blocks >> 30), by8 = by4 * 16;  // not known to the compiler, or it would shift
+  float total[TOKENS / 2] = {}, acc[2][TOKENS / 2];
+  u32 a[2][4][4], codes[4][4];
+  int stage = 0, b = 0;
+  u32 parity = 0;
+  auto add = [&](const float (&from)[TOKENS / 2], int block) {
+    const float factor = load_float(scales + min(block, count - 1) * 4);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      load_codes(to[half][0], upper + block * 128 + half * 64, block < count);
-      load_codes(to[half][1], lower + block * 128 + half * 64, block < count);
+    for (int i = 0; i < TOKENS / 2; i++) total[i] = block < count ? total[i] + factor * from[i] : total[i];
+  };
+  auto fetch = [&](int i) {
+    const u32 from = codes_lane + (stage + (i >> 1)) * STAGE_BYTES;
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      const u32 at = from + (((i & 1) * 4 + s) ^ g) * 16;
+      codes[s][0] = load_word(at), codes[s][1] = load_word(at + 8);
+      codes[s][2] = load_word(at + 1024), codes[s][3] = load_word(at + 1032);
     }
   };
+  auto widen_half = [&](u32 (&to)[4][4]) {
 #pragma unroll
-  for (int p = 0; p < AHEAD; p++) fetch(codes[p], p);
-
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // what came before may still have run
-#if !RING
-  x += first * 128;
-  for (int u0 = warp; u0 < count * UNITS; u0 += WARPS * BATCH) {
-    Unit unit[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; i++)
-      if (u0 + i * WARPS < count * UNITS) unit[i].load(x, x_stride, tokens, u0 + i * WARPS, g, t);
-#pragma unroll
-    for (int i = 0; i < BATCH; i++)
-      if (u0 + i * WARPS < count * UNITS) unit[i].store(tokens_at, u0 + i * WARPS, g, t);
-  }
-  tokens_written();
-  __syncthreads();
-#endif
-
-  const float* const scales = scale + blockIdx.x * blocks + first;
-  float total[TOKENS / 2] = {}, acc[2][TOKENS / 2], factor = 0.0f;
-  u32 a[2][4][4];
-  auto add = [&](const float (&from)[TOKENS / 2], bool counts) {
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; i++) total[i] = counts ? total[i] + factor * from[i] : total[i];
+    for (int s = 0; s < 4; s++) {
+      widen(to[s][0], to[s][2], codes[s][0], codes[s][1], order, by4, by8);
+      widen(to[s][1], to[s][3], codes[s][2], codes[s][3], order, by4, by8);
+    }
   };
-  // No branch around products, or the compiler would wait for each: blocks past the last are
-  // multiplied and dropped.
-  for (int b0 = 0; b0 < count; b0 += AHEAD) {
-#if RING
+  auto await = [&](int p) {
+    if (b + p < count) barrier_wait(full + (stage + p) * 8, parity);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copied, then read by the tensor cores
+  };
+  await(0);
+  fetch(0);
+  widen_half(a[0]);
+  await(1);
+  // Two blocks of columns in turn, in halves; each is widened while the one before is multiplied.
+  // One past the last is multiplied and dropped: a branch would make the compiler wait.
+  while (b < count) {
+    const u32 low = ((ring + CODES + stage * STAGE_BYTES) >> 4) | 0x10000u;
+    const u32 used = empty + stage * 8;
 #pragma unroll
-    for (int p = 0; p < AHEAD; p++)
-      if (b0 + p < count) barrier_wait(full + ((b0 + p) & 3) * 8, (b0 + p) >> 2 & 1);
-#endif
+    for (int i = 0; i < 4; i++) {
+      products_begin();
 #pragma unroll
-    for (int p = 0; p < AHEAD; p++) {
-      const int b = b0 + p;
-      const int slot = RING ? b & 3 : b;
-      const u32 low = ((tokens_at + slot * (2 * TILE_BYTES)) >> 4) | 0x10000u;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        products_wait<1>();  // a[half] is free; and with half 1 the block before is done
-        if (half == 1) {
-          if (p) add(acc[(p & 1) ^ 1], b <= count);
-          factor = scales[min(b, count - 1)];
-        }
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-          a[half][s][0] = widen<0>(codes[p][half][0][s]);
-          a[half][s][1] = widen<0>(codes[p][half][1][s]);
-          a[half][s][2] = widen<1>(codes[p][half][0][s]);
-          a[half][s][3] = widen<1>(codes[p][half][1][s]);
-        }
-        if (half == 1) fetch(codes[p], b + AHEAD);
-        products_begin();
-#pragma unroll
-        for (int s = 0; s < 4; s++)
-          wgmma<TOKENS>(acc[p & 1], a[half][s], descriptor(low + half * (TILE_BYTES >> 4) + s * 2), half || s);
-        products_commit();
+      for (int s = 0; s < 4; s++)
+        wgmma<TOKENS>(acc[i >> 1], a[i & 1][s],
+                      descriptor(low + (i >> 1) * (STAGE_BYTES >> 4) + (i & 1) * (TILE_BYTES >> 4) + s * 2), i & 1 || s);
+      products_commit();
+      if (i < 3) {
+        fetch(i + 1);
+      } else {
+        b += 2, stage += 2;
+        if (stage == STAGES) stage = 0, parity ^= 1;
+        await(0);
+        fetch(0);
       }
+      products_wait<1>();  // the half before is done
+      if (i == 2) add(acc[0], b);
+      widen_half(a[(i + 1) & 1]);
     }
+    await(1);  // here also since the compiler moves widening behind a wait for all, but not over a branch
     products_wait<0>();
-    add(acc[1], b0 + AHEAD <= count);
-#if RING
-    if (lane < AHEAD) barrier_arrive(empty + ((b0 + lane) & 3) * 8);
-#endif
+    add(acc[1], b - 1);
+    if (lane < 2) barrier_arrive(used + lane * 8);
   }
 
-  // Shares meet: unit (warp, 8 tokens) by unit, each added up by one block of the cluster.
-  __syncthreads();  // the tokens are read, their place is free
-  const u32 sums = tokens_at + lane * 16;
+  // Unit (warp, 8 tokens) u is added up by its warp of block u % split, as its unit u / split, from
+  // all blocks' sums in the order of their ranks.
+  cluster_wait();
+  const int groups = (tokens + 7) / 8, rank = blockIdx.y, first_unit = warp * groups;
+  if (tid == 0) barrier_arrive_expect(received, (WARPS * groups - rank + split - 1) / split * (split - 1) * 512);
+  int owner = first_unit % split;
+  u32 at = sums + (first_unit / split * split + rank) * 512 + lane * 16;
 #pragma unroll
-  for (int j = 0; j < TOKENS / 8; j++)
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(sums + (warp * (TOKENS / 8) + j) * 512),
-                 "f"(total[4 * j]), "f"(total[4 * j + 1]), "f"(total[4 * j + 2]), "f"(total[4 * j + 3]) : "memory");
-  cluster_barrier();
-  const int split = gridDim.y;
-  const long long rows = (long long)gridDim.x * 128;
-  for (int u = blockIdx.y + split * warp; u < WARPS * (TOKENS / 8); u += split * WARPS) {
-    const int token = u % (TOKENS / 8) * 8, row = blockIdx.x * 128 + u / (TOKENS / 8) * 16;
-    if (token >= tokens) continue;
-    float4 sum = load_remote(sums + u * 512, 0);
-    for (int q = 1; q < split; q++) {
-      const float4 v = load_remote(sums + u * 512, q);
-      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+  for (int j = 0; j < TOKENS / 8; j++) {
+    if (j < groups && owner != rank) send(at, received, owner, total + 4 * j);
+    if (j < groups && owner == rank) store_floats(at, total + 4 * j);  // its own lane reads it
+    if (++owner == split) owner = 0, at += split * 512;
+  }
+  barrier_wait(received, 0);
+  const int first_own = (rank - first_unit % split + split) % split;
+  u32 from = sums + (first_unit + first_own) / split * split * 512 + lane * 16;
+#pragma unroll 2
+  for (int j = first_own; j < groups; j += split) {
+    float sum[4] = {};
+#pragma unroll 2
+    for (int q = 0; q < split; q++, from += 512) {
+      u32 v[4];
+      load_words(v, from);
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(v[i]);
     }
     // Lanes of neighbouring rows exchange, so that each writes two rows of one token.
-    const float up = __shfl_xor_sync(~0u, g & 1 ? sum.x : sum.y, 4);
-    const float down = __shfl_xor_sync(~0u, g & 1 ? sum.z : sum.w, 4);
-    const int n = token + 2 * t + (g & 1);
-    u16* const to = out + n * rows + row + (g & ~1);
-    if (n < tokens) {
-      *(u32*)to = g & 1 ? pack_bf16(up, sum.y) : pack_bf16(sum.x, up);
-      *(u32*)(to + 8) = g & 1 ? pack_bf16(down, sum.w) : pack_bf16(sum.z, down);
+    const float up = __shfl_xor_sync(~0u, g & 1 ? sum[0] : sum[1], 4);
+    const float down = __shfl_xor_sync(~0u, g & 1 ? sum[2] : sum[3], 4);
+    const int token = 8 * j + 2 * t + (g & 1);
+    u16* const to = out + (long long)token * gridDim.x * 128 + blockIdx.x * 128 + warp * 16 + (g & ~1);
+    if (token < tokens) {
+      *(u32*)to = g & 1 ? pack_bf16(up, sum[1]) : pack_bf16(sum[0], up);
+      *(u32*)(to + 8) = g & 1 ? pack_bf16(down, sum[3]) : pack_bf16(sum[2], down);
     }
   }
-  cluster_barrier();  // nobody leaves while another reads its sums
 }

@@ -12,7 +12,7 @@ blocks would not fill the card; they add up their parts in a fixed order.
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "MAX_TOKENS",
     "FewTokensPlan",
     "block_fp8_few_tokens",
+    "clusters_at_once",
     "few_tokens_plan",
     "prepare_kernels",
 ]
@@ -32,9 +33,11 @@ BLOCK = 128
 MAX_TOKENS = 64
 
 _SOURCE = Path(__file__).with_suffix(".cu")
+_THREADS = 384
+_STAGES = 6  # blocks of 128 columns in shared memory at a time; even
 _CLUSTER = 8  # blocks at most, wherever the card has room
-_FIXED = 4  # time of a launch over that of a block of columns, about
-_BESIDE = 1.3  # time of a block of columns beside another block of threads, over alone
+_FIXED = 12  # time of a launch over that of a block of columns, about
+_WIDTHS = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -43,122 +46,82 @@ class FewTokensPlan:
 
     Attributes:
         width: Tokens of a tile, at least those of the input: 8, 16, 32 or 64.
-        share: Blocks of 128 columns that a block of threads multiplies.
-        ahead: Of these, how many are on their way from memory; even.
-        resident: Blocks of threads a multiprocessor holds at a time.
-        ring: Whether four warps of their own bring the tokens, block of columns by
-            block of columns; otherwise all warps first bring those of the share.
-        batch: Otherwise: pieces of tokens a warp has on their way to shared memory.
+        split: Blocks of threads that share the columns, a cluster.
+        share: Blocks of 128 columns each of them multiplies, at most.
     """
 
     width: int
-    share: int = 1
-    ahead: int = 2
-    resident: int = 2
-    ring: bool = False
-    batch: int = 4
+    split: int
+    share: int
 
     @property
     def shared(self) -> int:
         """Dynamic shared memory of a block, bytes."""
-        held = 4 if self.ring else -(-self.share // self.ahead) * self.ahead
-        return 1024 + 64 + held * 2 * self.width * 128
-
-    @property
-    def threads(self) -> int:
-        return 384 if self.ring else 256
-
-    def macros(self) -> dict[str, int]:
-        return {
-            "TOKENS": self.width,
-            "AHEAD": self.ahead,
-            "PER_SM": self.resident,
-            "RING": int(self.ring),
-            "BATCH": self.batch,
-        }
-
-
-# Registers decide: 128 each with two resident blocks of 256 threads.
-_PLANS = (
-    FewTokensPlan(8),
-    FewTokensPlan(16),
-    FewTokensPlan(32, resident=1, ring=True),
-    FewTokensPlan(64, resident=1, ring=True),
-)
-
-
-def _room(resident: int) -> int:
-    return nvrtc.SHARED_LIMIT // resident - 2048
-
-
-def _clusters_apart(split: int, multiprocessors: int) -> int:
-    """Clusters of ``split`` blocks that find a multiprocessor for each block.
-
-    A cluster cannot leave its GPC, of 16 or 18 multiprocessors (how many of each is what
-    an H200's 132 and the measured times agree with).
-    """
-    gpcs = multiprocessors // 16
-    larger = (multiprocessors - 16 * gpcs) // 2
-    return (gpcs - larger) * (16 // split) + larger * (18 // split)
+        ring = _STAGES * (BLOCK * BLOCK + 2 * BLOCK * self.width + 16)
+        sums = -(-self.width // self.split) * self.split * 512
+        return 1024 + ring + 8 + 4 * self.share + 16 + sums
 
 
 @functools.cache
-def few_tokens_plan(
-    tokens: int, rows: int, columns: int, multiprocessors: int
-) -> FewTokensPlan:
+def few_tokens_plan(tokens: int, rows: int, columns: int, clusters: tuple[int, ...]) -> FewTokensPlan:
     """Choose how many blocks share the columns: the more, the shorter, if all run at once.
 
     Args:
         tokens: Rows of the input, at most 64.
         rows: Rows of the padded weight.
         columns: Columns of the padded weight.
-        multiprocessors: Of the card.
+        clusters: How many clusters of 1, 2, … blocks the card holds at a time.
     """
-    kind = next(p for p in _PLANS if p.width >= tokens)
+    width = next(w for w in _WIDTHS if w >= tokens)
     blocks, groups = columns // BLOCK, rows // BLOCK
     times = {}
-    for split in range(1, min(_CLUSTER, blocks) + 1):
-        plan = replace(kind, share=-(-blocks // split))
-        if plan.shared > _room(plan.resident):
-            continue
-        layers = -(-groups // _clusters_apart(split, multiprocessors))
-        waves = -(-layers // plan.resident)
-        columns_time: float = -(-plan.share // plan.ahead) * plan.ahead
-        if layers > 1 and plan.resident > 1:
-            columns_time *= _BESIDE
-        times[plan] = waves * (columns_time + _FIXED)
+    for split, at_once in enumerate(clusters, 1):
+        plan = FewTokensPlan(width, split, -(-blocks // split))
+        if (split - 1) * plan.share >= blocks or plan.shared > nvrtc.SHARED_LIMIT:
+            continue  # nothing is left for the last
+        waves = -(-groups // at_once)
+        times[plan] = waves * (plan.share + plan.share % 2 + _FIXED)
     return min(times, key=times.__getitem__)
 
 
-def _source(macros: dict[str, int]) -> str:
-    return nvrtc.source(_SOURCE, {macros["TOKENS"]}, dict(macros))
+def _source(width: int) -> str:
+    return nvrtc.source(_SOURCE, {width}, {"TOKENS": width, "STAGES": _STAGES})
 
 
 @nvrtc.per_device
-def _kernel(**macros: int) -> nvrtc.Kernel:
-    code = nvrtc.machine_code(_source(macros), _SOURCE.name)
-    return nvrtc.Kernel(code, "block_fp8_few_tokens", _room(macros["PER_SM"]))
+def _kernel(width: int) -> nvrtc.Kernel:
+    code = nvrtc.machine_code(_source(width), _SOURCE.name)
+    return nvrtc.Kernel(code, "block_fp8_few_tokens", nvrtc.SHARED_LIMIT)
 
 
 @nvrtc.per_device
 def prepare_kernels() -> None:
-    """Compile and load what :func:`few_tokens_plan` may choose, for the current device.
+    """Compile and load what :func:`block_fp8_few_tokens` may run, for the current device.
 
     A CUDA graph cannot be captured while a kernel is loaded for the first time.
     """
     device = torch.cuda.current_device()
 
-    def load(plan: FewTokensPlan) -> None:
+    def load(width: int) -> None:
         with torch.cuda.device(device):
-            _kernel(**plan.macros())
+            _kernel(width)
 
-    with ThreadPoolExecutor(len(_PLANS)) as pool:
-        list(pool.map(load, _PLANS))
+    with ThreadPoolExecutor(len(_WIDTHS)) as pool:
+        list(pool.map(load, _WIDTHS))
+    clusters_at_once()
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+@nvrtc.per_device
+def clusters_at_once() -> tuple[int, ...]:
+    """How many clusters of 1 to 8 blocks run at a time on the current device.
+
+    A cluster stays within a GPC, whose number of multiprocessors differs from card to card.
+    """
+    width = _WIDTHS[-1]
+    kernel, shared = _kernel(width), FewTokensPlan(width, 1, 1).shared
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    larger = (kernel.clusters(_THREADS, shared, size) for size in range(2, _CLUSTER + 1))
+    return device.multi_processor_count, *larger
 
 
 def block_fp8_few_tokens(
@@ -189,12 +152,10 @@ def block_fp8_few_tokens(
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()  # the kernel reads 16 bytes at a time
-    plan = plan or few_tokens_plan(tokens, rows, columns, _multiprocessors(x.device.index))
-    blocks = columns // BLOCK
-    split = -(-blocks // plan.share)
-    _kernel(**plan.macros())(
-        (rows // BLOCK, split), plan.threads, plan.shared,
-        weight, scale, x, out, tokens, x.stride(0), blocks, plan.share,
-        early=True, cluster=split,
+    plan = plan or few_tokens_plan(tokens, rows, columns, clusters_at_once())
+    _kernel(plan.width)(
+        (rows // BLOCK, plan.split), _THREADS, plan.shared,
+        weight, scale, x, out, tokens, x.stride(0), columns // BLOCK, plan.share,
+        early=True, cluster=plan.split,
     )  # fmt: skip
     return out
