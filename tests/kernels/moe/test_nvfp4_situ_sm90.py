@@ -55,6 +55,14 @@ def test_packing_keeps_every_weight(shape, order):
     assert not found[:, shape[1] :].any()
 
 
+def test_codes_fill_their_words_without_a_gap():
+    """All bits of a code set, all bits of its word set: no two codes share one."""
+    codes = torch.full((16, 64), 0xFF, dtype=torch.uint8)
+    scales = torch.ones(16, 8).to(torch.float8_e4m3fn)
+    packed, _ = layout.pack_bank(codes, scales, layout.down_rows(16))
+    assert (packed == 0xFF).all()
+
+
 def test_every_code_times_every_scale_is_exact_in_bf16():
     bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     weight = LEVELS[:, None] * bits / layout.WEIGHT_FACTOR
@@ -108,8 +116,19 @@ def test_every_plan_fits_shared_memory(experts, choices, width):
         plan = ops.plan_for(tokens, choices, experts)
         for phase, columns in ((1, 3584), (2, width)):
             macros, shared = plan.macros(phase, columns // 128)
-            assert shared + 4096 <= SHARED and macros["STAGES"] >= 3
-            assert "ENTRY nvfp4_situ_" in kernels.source(**macros)
+            assert shared + 4096 <= SHARED and macros["STAGES"] >= (4 if plan.large else 3)
+            source = kernels.source(**macros)
+            assert "ENTRY nvfp4_situ_" in source
+            for width in plan.widths if plan.large else ():
+                assert f"m64n{width}k16" in source
+
+
+def test_widths_of_every_plan_can_be_told_to_the_router():
+    """Four bits each, in eights, descending; the last of eight counters ends the list."""
+    for _, plan in ops._PLANS:
+        assert 1 <= len(plan.widths) < 8 and (plan.large or len(plan.widths) == 1)
+        assert all(width % 8 == 0 and 8 <= width <= 120 for width in plan.widths)
+        assert list(plan.widths) == sorted(set(plan.widths), reverse=True)
 
 
 # ---- kernels -----------------------------------------------------------------
@@ -119,9 +138,10 @@ PLANS = [
     Plan(8, rows=2, split=1),
     Plan(8, rows=1, split=2, held=9),
     Plan(16, rows=2, split=1, warps=8),
-    Plan(24, narrow=16, large=True, pair=4),
-    Plan(48, narrow=32, large=True),
-    Plan(96, narrow=80, large=True),
+    Plan(16, narrower=(8,), large=True, pair=4),
+    Plan(24, narrower=(16, 8), large=True, pair=4),
+    Plan(48, narrower=(32,), large=True),
+    Plan(96, narrower=(88, 80, 72, 64), large=True),
 ]
 
 
@@ -236,6 +256,31 @@ def test_expert_map_and_absent_choices(plan):
     out = run(layer.packed(), x, weights, ids, plan, expert_map.cuda())
     assert_close(out, layer.reference(x, weights, local))
     assert not out[7].any()
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("width,hidden", [(192, 384), (256, 512)])  # 2 and 3, 2 and 4 chunks; rows that fill no block
+def test_experts_at_the_bounds_of_widths(plan, width, hidden):
+    sizes = [0, 1, 8, 9, 64, 65, 97, 200]
+    layer = Layer(len(sizes), width, hidden, 17)
+    order = torch.randperm(sum(sizes), generator=layer.gen)
+    ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[order, None].int().cuda()
+    x = torch.randn(len(order), hidden, generator=layer.gen).bfloat16().cuda()
+    weights = torch.rand(len(order), 1, generator=layer.gen).cuda()
+    packed = layer.packed()
+    out = run(packed, x, weights, ids, plan)
+    assert_close(out, layer.reference(x, weights, ids))
+    assert torch.equal(run(packed, x, weights, ids, plan), out)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", [None, *PLANS], ids=str)
+def test_all_tokens_at_one_expert(plan):
+    layer = Layer(3, 128, 256, 18)
+    x, weights, ids = inputs(layer, 500, 1, 3, 256)
+    ids.fill_(1)
+    assert_close(run(layer.packed(), x, weights, ids, plan), layer.reference(x, weights, ids))
 
 
 @pytest.mark.sm90

@@ -11,26 +11,25 @@ __all__ = ["gemm_kernel", "machine_code", "reduce_kernel", "route_kernel", "sour
 _SOURCE = Path(__file__).with_name("nvfp4_situ_sm90.cu")
 
 
-def _entry(macros: dict[str, int]) -> str:
+def _entry(macros: dict[str, int | str]) -> str:
     """Name of the kernel, as a profiler shows it."""
     kind = next(x for x in macros if x.startswith("KERNEL_"))
     phase = f"_{macros['PHASE']}" if "PHASE" in macros else ""
     return f"nvfp4_situ_{kind.removeprefix('KERNEL_').lower()}{phase}"
 
 
-def source(**macros: int) -> str:
+def source(**macros: int | str) -> str:
     """The text of one kernel, its macros defined at the top."""
-    large = "KERNEL_LARGE" in macros
-    widths = {macros["TOKENS"], macros["NARROW"]} - {0} if large else set()
+    widths = {int(n) for n in str(macros.get("WIDTHS", "")).split(",") if n}
     return nvrtc.source(_SOURCE, widths, {**macros, "ENTRY": _entry(macros)})
 
 
-def machine_code(**macros: int) -> bytes:
+def machine_code(**macros: int | str) -> bytes:
     """Compiled code of one kernel."""
     return nvrtc.machine_code(source(**macros), _SOURCE.name)
 
 
-def _kernel(shared: int, **macros: int) -> Kernel:
+def _kernel(shared: int, **macros: int | str) -> Kernel:
     return Kernel(machine_code(**macros), _entry(macros), shared)
 
 
@@ -45,5 +44,5 @@ def reduce_kernel(threads: int) -> Kernel:
 
 
 @per_device
-def gemm_kernel(**macros: int) -> Kernel:
-    return _kernel(SHARED_LIMIT // macros.get("BLOCKS", 1) - 4096, **macros)
+def gemm_kernel(**macros: int | str) -> Kernel:
+    return _kernel(SHARED_LIMIT // int(macros.get("BLOCKS", 1)) - 4096, **macros)

@@ -15,17 +15,18 @@ Products sum over columns, so the tensor cores may take them in any order, as lo
 the tokens' columns are in the same.
 
 In a word each 16-bit half holds four codes, the low half the even column. Every
-code sits where one shift and one mask move it to the sign, the two low exponent
-bits and the top mantissa bit of a bf16 (bits 15, 8, 7, 6):
+code sits where a rotation and a mask move it to the sign, the two low exponent bits and
+the top mantissa bit of a bf16 (bits 15, 8, 7, 6); of the last one a bit needs another
+shift. Four codes so placed cannot share a half with fewer operations.
 
-====  ==============  ====  =========  ===============
-slot  row, column     sign  magnitude  shift
-====  ==============  ====  =========  ===============
-0     g, 4 s          15    8..6       none
-1     g + 8, 4 s      9     2..0       left 6
-2     g, 4 s + 2      14    5..3       left 1, left 3
-3     g + 8, 4 s + 2  13    12..10     left 2, right 4
-====  ==============  ====  =========  ===============
+====  ==============  =================  ==========  ========================
+slot  row, column     sign               magnitude   to its place
+====  ==============  =================  ==========  ========================
+0     g, 4 s          15                 8..6        nothing
+1     g + 8, 4 s      9                  2..0        left 6
+2     g, 4 s + 2      3, the other half  12..10      right 4
+3     g + 8, 4 s + 2  5, the other half  14, 13, 4   right 6, the last left 2
+====  ==============  =================  ==========  ========================
 
 Such a bf16 is the e2m1 value times 2**-126, exact also for 0.5, which becomes a
 subnormal. One multiplication by the block scale times 2**118 makes it the weight
@@ -63,8 +64,9 @@ WEIGHT_FACTOR = 256.0
 
 _ROWS = 16
 _BLOCK = 16
-# Position of (sign, magnitude) of each slot in a 16-bit half.
-_SLOTS = ((15, 6), (9, 0), (14, 3), (13, 10))
+# Where the sign and the magnitude's bits, the highest first, of an even column's code lie in
+# its word, for each slot; an odd column's lie 16 bits further, around the end.
+_SLOTS = ((15, 8, 7, 6), (9, 2, 1, 0), (19, 12, 11, 10), (21, 14, 13, 4))
 _SCALE_BASE = 0x7600
 
 
@@ -101,17 +103,11 @@ def _scale_codes(device: torch.device) -> torch.Tensor:
 def _slot_table(device: torch.device) -> torch.Tensor:
     """int32 ``[4 slots, 2 halves, 16 codes]``: a code's bits in its word."""
     code = torch.arange(16)
-    table = torch.stack(
-        [
-            torch.stack(
-                [
-                    ((code >> 3) << sign | (code & 7) << magnitude) << shift
-                    for shift in (0, 16)
-                ]
-            )
-            for sign, magnitude in _SLOTS
-        ]
-    )
+    table = torch.zeros(len(_SLOTS), 2, 16, dtype=torch.int64)
+    for slot, places in enumerate(_SLOTS):
+        for half in range(2):
+            for bit, place in zip((3, 2, 1, 0), places):
+                table[slot, half] |= (code >> bit & 1) << (place + 16 * half) % 32
     table = torch.where(table >= 1 << 31, table - (1 << 32), table)
     return table.to(torch.int32).to(device)
 
@@ -285,12 +281,13 @@ def dequantize_packed(
     """
     words = packed.view(torch.int32).long() & 0xFFFFFFFF
     words = words.view(packed.shape[0], -1, 2, 8, 4, 4)  # chunk, half, g, t, step
-    mask, magnitude, sign = 0x81C081C0, 0x01C001C0, 0x80008000
+    mask = 0x81C081C0
+    right = [(words >> n | words << 32 - n) & 0xFFFFFFFF for n in (4, 6)]
     slots = [
         words & mask,
         words << 6 & mask,
-        words << 3 & magnitude | words << 1 & sign,
-        words >> 4 & magnitude | words << 2 & sign,
+        right[0] & mask,
+        right[1] & 0x81808180 | words << 2 & 0x00400040,
     ]
     bits = torch.stack([torch.stack([s & 0xFFFF, s >> 16], -1) for s in slots], -2)
     # [tile, chunk, half, g, t, step, column half, row half, parity]

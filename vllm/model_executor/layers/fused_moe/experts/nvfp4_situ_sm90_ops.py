@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _STEP_BYTES = 1152  # 16 rows x 128 columns: codes and scales
+_COPIERS = 4  # warps that copy, in the large kernel
+_LISTS = 8  # counters of items
 _ROUTE_PAIRS = 2048  # what one block of the router should have to sort at most
 
 
@@ -42,7 +44,7 @@ class Plan:
         tokens: Tokens of one expert multiplied together; a longer list is cut.
         large: Whether by wgmma over blocks of 256 rows, or by row tiles of 16.
         stages: Depth of the ring of copies, 0 for as deep as shared memory allows.
-        narrow: A second width, for items with fewer tokens, or 0 (large only).
+        narrower: Further widths, descending, for lists with fewer tokens (large only).
         pair: Blocks of columns per group of products (large only).
         rows: Row tiles a warp takes at once (small only).
         warps: Warps per block (small only).
@@ -54,7 +56,7 @@ class Plan:
     tokens: int
     large: bool = False
     stages: int = 0
-    narrow: int = 0
+    narrower: tuple[int, ...] = ()
     pair: int = 2
     rows: int = 1
     warps: int = 16
@@ -62,21 +64,29 @@ class Plan:
     split: int = 4
     held: int = 0
 
-    def macros(self, phase: int, chunks: int) -> tuple[dict[str, int], int]:
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of one expert that the kernel multiplies together, descending."""
+        return self.tokens, *self.narrower
+
+    def macros(self, phase: int, chunks: int) -> tuple[dict[str, int | str], int]:
         """Macros of the kernel for a matrix of ``chunks`` * 128 columns, shared bytes."""
         if self.large:
-            step = self.tokens * COLUMNS * 2 + 16 * _STEP_BYTES
-            stages = self.stages or min(8, (SHARED_LIMIT - 5120) // step)
+            chunk = self.tokens * COLUMNS * 2 + 16 * _STEP_BYTES
+            extra = 4 * 4 * self.tokens if phase == 1 else 16 * 1024
+            room = SHARED_LIMIT - 4096 - 1024 - 16 * 8 - extra
+            # Two chunks a stage save barriers, where that leaves a stage to each copying warp.
+            span = 2 if chunks % 2 == 0 and room >= 2 * _COPIERS * chunk else 1
+            stages = self.stages or min(8, room // (span * chunk))
             return {
                 "KERNEL_LARGE": 1,
                 "PHASE": phase,
                 "TOKENS": self.tokens,
-                # Two wide kinds do not fit the second GEMM's registers: the compiler
-                # would then wait for every product.
-                "NARROW": self.narrow if phase == 1 or self.tokens <= 64 else 0,
+                "WIDTHS": ",".join(map(str, self.widths)),
                 "PAIR": self.pair,
                 "STAGES": stages,
-            }, stages * step + 1024 + 16 * stages
+                "SPAN": span,
+            }, stages * span * chunk + extra + 1024 + 16 * stages
         split = self.split if chunks >= 2 * self.split else 1
         limit = SHARED_LIMIT // self.blocks - 4096
         row = chunks * COLUMNS * 2 + 16
@@ -109,11 +119,12 @@ class Plan:
 # Up to a mean number of tokens per expert: the plan.
 _PLANS = (
     (1, Plan(tokens=8, rows=2, split=4)),
-    (5.5, Plan(tokens=8, rows=2, split=1)),
-    (12, Plan(tokens=24, narrow=16, large=True, pair=4)),
-    (21, Plan(tokens=32, narrow=24, large=True, pair=4)),
-    (38, Plan(tokens=48, narrow=32, large=True)),
-    (float("inf"), Plan(tokens=96, narrow=80, large=True)),
+    (1.8, Plan(tokens=8, rows=2, split=1)),
+    (5.5, Plan(tokens=16, narrower=(8,), large=True, pair=4)),
+    (12, Plan(tokens=24, narrower=(16,), large=True, pair=4)),
+    (21, Plan(tokens=32, narrower=(24, 16), large=True, pair=4)),
+    (42, Plan(tokens=56, narrower=(48, 40, 32), large=True)),
+    (float("inf"), Plan(tokens=96, narrower=(88, 80, 72, 64), large=True)),
 )
 
 
@@ -231,17 +242,20 @@ def nvfp4_situ_moe(
     assert down_chunks * COLUMNS == width
     plan = plan or plan_for(tokens, choices, global_experts)
     plan2 = plan2 or plan
-    assert (plan2.tokens, plan2.large) == (plan.tokens, plan.large)
+    assert (plan2.widths, plan2.large) == (plan.widths, plan.large)
+    assert len(plan.widths) < _LISTS and w2_alphas.is_contiguous()
     sizes = workspace_sizes(pairs, width, hidden)
     if activation is None:
         activation = torch.empty(sizes[0], dtype=x.dtype, device=x.device)
     if rows is None:
         rows = torch.empty(sizes[1], dtype=x.dtype, device=x.device)
 
-    # Items are cut experts: at most one per expert or pair, and one per full cut.
+    # Items are cut experts: at most one per expert or pair, and one per full cut. They come
+    # in one list a width.
     most_items = min(pairs, experts) + pairs // plan.tokens
+    widths = sum(width // 8 << 4 * i for i, width in enumerate(plan.widths))
     blocks = min(32, -(-pairs // _ROUTE_PAIRS))
-    parts = (pairs, 4 * most_items, 1, pairs, blocks * experts)
+    parts = (pairs, 4 * most_items * len(plan.widths), _LISTS, pairs, blocks * experts)
     scratch = torch.empty(
         sum(n + -n % 4 for n in parts), dtype=torch.int32, device=x.device
     )
@@ -271,7 +285,8 @@ def nvfp4_situ_moe(
             mapped,
             experts,
             pairs,
-            plan.tokens,
+            widths,
+            most_items,
         )
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     for phase, chosen, operands in (
@@ -296,6 +311,8 @@ def nvfp4_situ_moe(
             width if phase == 1 else hidden,
             float(beta),
             float(linear_beta or 0.0),
+            pairs,
+            most_items,
             early=early,
         )
     threads = _reduce_threads(hidden)
@@ -307,6 +324,7 @@ def nvfp4_situ_moe(
         topk_ids,
         expert_map,
         topk_weights,
+        w2_alphas,
         out,
         wide,
         mapped,
