@@ -18,15 +18,6 @@
 #define REGISTERS 208
 #define COPIER_REGISTERS 88
 
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_after_copies(u32 at) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_expect(u32 at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
@@ -39,15 +30,6 @@ __device__ __forceinline__ void send(u32 at, u32 barrier, u32 rank, const float*
 }
 __device__ __forceinline__ void store_floats(u32 to, const float* v) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-__device__ __forceinline__ void load_words(u32 (&r)[4], u32 from) {
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
-}
-__device__ __forceinline__ u32 load_word(u32 from) {
-  u32 v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from));
-  return v;
 }
 __device__ __forceinline__ float load_float(u32 from) {
   float v;
@@ -73,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
   extern __shared__ u8 shared[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int first = blockIdx.y * share, count = min(share, blocks - first), split = gridDim.y;
-  const u32 ring = ((u32)__cvta_generic_to_shared(shared) + 1023) & ~1023u;
+  const u32 ring = (shared_address(shared) + 1023) & ~1023u;
   const u32 full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;  // one of each per stage
   const u32 received = empty + STAGES * 8, scales = received + 8, sums = (scales + share * 4 + 15) & ~15u;
   if (tid < STAGES) {
@@ -153,8 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       const u32 at = from + (((i & 1) * 4 + s) ^ g) * 16;
-      codes[s][0] = load_word(at), codes[s][1] = load_word(at + 8);
-      codes[s][2] = load_word(at + 1024), codes[s][3] = load_word(at + 1032);
+      codes[s][0] = load4(at), codes[s][1] = load4(at + 8);
+      codes[s][2] = load4(at + 1024), codes[s][3] = load4(at + 1032);
     }
   };
   auto widen_half = [&](u32 (&to)[4][4]) {
@@ -225,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
 #pragma unroll 2
     for (int q = 0; q < split; q++, from += 512) {
       u32 v[4];
-      load_words(v, from);
+      load16(v, from);
 #pragma unroll
       for (int i = 0; i < 4; i++) sum[i] += __uint_as_float(v[i]);
     }

@@ -13,12 +13,6 @@
 #define STEP_BYTES (CODES + SCALES)
 #define WEIGHT_FACTOR 256.0f   // the layout's products are 2**-8 too small
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
@@ -26,15 +20,6 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int LEFT>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-__device__ __forceinline__ void load16(u32 (&r)[4], u32 from) {
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
-}
-__device__ __forceinline__ u32 load4(u32 from) {
-  u32 r;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(from));
-  return r;
 }
 __device__ __forceinline__ void store4(u32 to, u32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
@@ -549,12 +534,6 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) ENTRY(
 #define EXTRA_BYTES (PHASE == 1 ? COPIERS * TOKENS * 4 : WARPS * 1024)
 // With fewer a copier could come to a stage two uses early, which parity does not show.
 static_assert(STAGES >= COPIERS, "too few stages");
-__device__ __forceinline__ void barrier_arrive_after_copies(u32 at) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_expect(u32 at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
