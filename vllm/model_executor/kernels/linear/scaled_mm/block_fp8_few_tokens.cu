@@ -18,35 +18,16 @@
 #define REGISTERS 208
 #define COPIER_REGISTERS 88
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
-// To where `at` and `barrier` lie in this block's shared memory, in block `rank` of the cluster.
-__device__ __forceinline__ void send(u32 at, u32 barrier, u32 rank, const float* v) {
-  asm volatile(
-      "{\n.reg .b32 to, there;\nmapa.shared::cluster.u32 to, %0, %2;\nmapa.shared::cluster.u32 there, %1, %2;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3,%4,%5,%6}, [there];\n}" ::"r"(at),
-      "r"(barrier), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-__device__ __forceinline__ void store_floats(u32 to, const float* v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-__device__ __forceinline__ float load_float(u32 from) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from));
-  return v;
-}
 // Four codes to BF16: sign and magnitude move to BF16's places, which divides by 2^120, and a
 // product with 2^120 puts that right, subnormals included. Each step is exact. Left shifts are
 // products, for the logic pipe is the busiest. The code for NaN would become 480; loading
 // refuses it.
 __device__ __forceinline__ void widen(u32& first, u32& second, u32 codes, u32 more, u32 order, u32 by4, u32 by8) {
-  u32 w;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(w) : "r"(codes), "r"(more), "r"(order));
+  const u32 w = bytes_of(codes, more, order);
   const u32 low = ((w * by8) & 0x80008000u) | ((w * by4) & 0x07F007F0u);
   const u32 high = (w & 0x80008000u) | ((w >> 4) & 0x07F007F0u);
-  asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(low), "r"(0x7B807B80u));
-  asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(high), "r"(0x7B807B80u));
+  first = scaled_here(low, 0x7B807B80u);
+  second = scaled_here(high, 0x7B807B80u);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
@@ -62,13 +43,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
     barrier_init(full + tid * 8, COPIERS * 32);
     barrier_init(empty + tid * 8, WARPS);
     if (tid == 0) barrier_init(received, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_publish();
   }
   __syncthreads();
   cluster_arrive();  // others may send sums once all blocks of the cluster run
 
   if (warp >= WARPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPIER_REGISTERS));
+    registers_give<COPIER_REGISTERS>();
     const int copier = warp - WARPS;
     const long long columns = blocks * 128;
     // Of a block of columns a copier has 32 rows of the weight, four at a time, and every fourth
@@ -97,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
     // Weights of the first two blocks before the tokens: the kernel in front may still run.
     copy_weights(0);
     if (count > 1) copy_weights(1);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    results_wait();
     copy_tokens(0);
     if (count > 1) copy_tokens(1);
     u32 parity = 1;
@@ -108,14 +89,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
       copy_tokens(stage);
       stage++;
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    copies_wait_all();
     cluster_wait();
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-  for (int i = tid; i < count; i += WARPS * 32)
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + i * 4), "f"(scale[blockIdx.x * blocks + first + i]) : "memory");
-  consumers_meet();
+  registers_take<REGISTERS>();
+  for (int i = tid; i < count; i += WARPS * 32) store_float(scales + i * 4, scale[blockIdx.x * blocks + first + i]);
+  warps_meet<WARPS * 32>(1);
 
   // The tensor cores take columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 from lane t of a quad: halves
   // of two words, one in either half of the row's 16 bytes.
@@ -148,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
   };
   auto await = [&](int p) {
     if (b + p < count) barrier_wait(full + (stage + p) * 8, parity);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copied, then read by the tensor cores
+    publish_shared();  // copied, then read by the tensor cores
   };
   await(0);
   fetch(0);
@@ -179,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) block_fp8_few_tokens(
       if (i == 2) add(acc[0], b);
       widen_half(a[(i + 1) & 1]);
     }
-    await(1);  // here also since the compiler moves widening behind a wait for all, but not over a branch
+    await(1);  // here, since the compiler moves widening behind a wait for all, but not over a branch
     products_wait<0>();
     add(acc[1], b - 1);
     if (lane < 2) barrier_arrive(used + lane * 8);

@@ -13,36 +13,10 @@
 #define STEP_BYTES (CODES + SCALES)
 #define WEIGHT_FACTOR 256.0f   // the layout's products are 2**-8 too small
 
-__device__ __forceinline__ void copy4(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-__device__ __forceinline__ void store4(u32 to, u32 value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
-}
 // The same value, but not one that the compiler may make anew at each use.
 __device__ __forceinline__ u32 kept(u32 x) { return __shfl_sync(~0u, x, threadIdx.x & 31); }
-__device__ __forceinline__ u32 scaled(u32 codes, u32 scale) {
-  u32 out;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(codes), "r"(scale));
-  return out;
-}
 // bf16x2 of a lane's four block scales times 2**118, each twice the same: of the first half's rows
 // g and g + 8, then of the second's. Two are made at once; taking one of a pair twice is free.
-__device__ __forceinline__ u32 twice_low(u32 x) {
-  u32 y;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(y) : "r"(x));
-  return y;
-}
-__device__ __forceinline__ u32 twice_high(u32 x) {
-  u32 y;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(y) : "r"(x));
-  return y;
-}
 __device__ __forceinline__ void block_scales(u32 (&scale)[4], u32 word) {
   const u32 upper = (word & 0x00FF00FFu) * 16 + 0x76007600u, lower = (word >> 8 & 0x00FF00FFu) * 16 + 0x76007600u;
   scale[0] = twice_low(upper), scale[1] = twice_low(lower);
@@ -58,27 +32,11 @@ struct Shifts {
     by2 = one * 4, by6 = one * 64;
   }
 };
-template <int BITS>
-__device__ __forceinline__ u32 rotated_right(u32 w) {
-  u32 out;
-  asm("shf.r.wrap.b32 %0, %1, %1, %2;" : "=r"(out) : "r"(w), "n"(BITS));
-  return out;
-}
 __device__ __forceinline__ void unpack(u32 (&a)[4], u32 w, u32 upper, u32 lower, const Shifts& left) {
   a[0] = scaled(w & 0x81C081C0u, upper);
   a[1] = scaled((w * left.by6) & 0x81C081C0u, lower);
   a[2] = scaled(rotated_right<4>(w) & 0x81C081C0u, upper);
   a[3] = scaled((rotated_right<6>(w) & 0x81808180u) | ((w * left.by2) & 0x00400040u), lower);
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 // 1 - exp(-x) for x >= 0, given e = exp(-x): by its series where the difference cancels.
 __device__ __forceinline__ float one_minus(float x, float e) {
@@ -105,10 +63,6 @@ struct Situ {
     return copysignf(above * reciprocal(below), __int_as_float(__float_as_int(g) ^ __float_as_int(u)));
   }
 };
-// Programmatic dependent launch: a kernel may start while the one before still runs.
-// It reads that one's results only after `results_wait`.
-__device__ __forceinline__ void results_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Order of a token's columns for the large kernel. In each 64 columns lane t of a quad holds
 // the weights of block t, its four columns 4 s.. in step s; the tensor cores take them for
@@ -314,12 +268,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(
 #define TABLE 64  // items a block looks up at a time
 #define RING_STEP (ROWS * STEP_BYTES)
 #define SUM_BYTES (SPLIT > 1 ? ROWS * TILES * 512 : 0)
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-               "{%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) ENTRY(
     const u8* __restrict__ codes, const u8* __restrict__ scales, const float* __restrict__ alphas,
     const u16* x, const int* slots, const int4* items, const int* item_count, u16* __restrict__ out,
@@ -459,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) ENTRY(
             for (int j = 0; j < TILES; j++)
               *(float4*)(both + part * (SUM_BYTES / 4) + (r * TILES + j) * 128) =
                   make_float4(acc[r][j][0], acc[r][j][1], acc[r][j][2], acc[r][j][3]);
-          asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(SPLIT * WARP) : "memory");
+          warps_meet<SPLIT * WARP>(1 + group);
           write = turn % SPLIT == part;
           if (write)
 #pragma unroll
@@ -534,24 +482,6 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) ENTRY(
 #define EXTRA_BYTES (PHASE == 1 ? COPIERS * TOKENS * 4 : WARPS * 1024)
 // With fewer a copier could come to a stage two uses early, which parity does not show.
 static_assert(STAGES >= COPIERS, "too few stages");
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// A value that is made here and kept, and an address `n` times BYTES ahead in one operation.
-__device__ __forceinline__ u32 once(u32 x) {
-  u32 y;
-  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-template <int BYTES>
-__device__ __forceinline__ const u8* ahead(const u8* from, u32 n) {
-  u64 to;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(n), "n"(BYTES), "l"(from));
-  return (const u8*)to;
-}
-// What this thread wrote, or waited for, is seen by wgmma and by bulk copies from here on.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // The tiles of a block: of each width's list all items, of each item all blocks of rows, dealt
 // to the blocks in turn. Where the next one lies is added up: a division costs twenty operations.
@@ -778,7 +708,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(
   if (tid < STAGES) {
     barrier_init(barriers + tid * 8, PHASE == 1 ? 1 : WARP + 1);
     barrier_init(barriers + (STAGES + tid) * 8, WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_publish();
   }
   __syncthreads();
   results_wait();
@@ -787,7 +717,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(
   Tiles tiles(items, item_count, room, (row_tiles + WARPS - 1) / WARPS);
 
   if (warp >= WARPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPIER_REGISTERS));
+    registers_give<COPIER_REGISTERS>();
     constexpr int widths[] = {WIDTHS};
     const int copier = warp - WARPS, piece = lane & 15;
     const u32 table = extra + copier * (TOKENS * 4);  // of each token its first 16 bytes
@@ -855,7 +785,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(
     copies_wait<0>();
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  registers_take<REGISTERS>();
 
   const u32 codes_lane = kept(ring + warp * WARP_WEIGHTS + lane * 16);
   const u32 scales_lane = kept(ring + warp * WARP_WEIGHTS + SPAN * CODES + lane * 4);
