@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 SiTU experts for SM90: the packed layout anywhere, the kernels on a Hopper card.
+"""NVFP4 SiTU experts for SM90: the packed layout anywhere, the kernels on a Hopper card or emulated.
 
 The reference decodes NVFP4 code by code and computes in float64.
 """
@@ -7,6 +7,7 @@ The reference decodes NVFP4 code by code and computes in float64.
 import pytest
 import torch
 
+from tests.kernels.cuda_emulator import card_or_emulator
 from vllm.model_executor.layers.fused_moe.experts import (
     nvfp4_situ_sm90_kernels as kernels,
 )
@@ -133,20 +134,23 @@ def test_widths_of_every_plan_can_be_told_to_the_router():
 
 # ---- kernels -----------------------------------------------------------------
 
+SMALL = Plan(8, rows=1, split=2, held=9)
+NARROW = Plan(24, narrower=(16, 8), large=True, pair=4)
+WIDE = Plan(96, narrower=(88, 80, 72, 64), large=True)
 PLANS = [
     Plan(8, rows=2, split=4),
     Plan(8, rows=2, split=1),
-    Plan(8, rows=1, split=2, held=9),
+    SMALL,
     Plan(16, rows=2, split=1, warps=8),
     Plan(16, narrower=(8,), large=True, pair=4),
-    Plan(24, narrower=(16, 8), large=True, pair=4),
+    NARROW,
     Plan(48, narrower=(32,), large=True),
-    Plan(96, narrower=(88, 80, 72, 64), large=True),
+    WIDE,
 ]
 
 
 class Layer:
-    def __init__(self, experts, width, hidden, seed):
+    def __init__(self, experts, width, hidden, seed, device="cuda"):
         gen = torch.Generator().manual_seed(seed)
 
         def bank(rows, columns):
@@ -158,11 +162,11 @@ class Layer:
         self.w2, self.w2_scale = bank(hidden, width)
         self.alpha13 = (torch.rand(experts, 2, generator=gen) + 0.2) / hidden**0.5
         self.alpha2 = (torch.rand(experts, generator=gen) + 0.2) / width**0.5
-        self.width, self.gen = width, gen
+        self.width, self.gen, self.device = width, gen, device
 
     def packed(self):
         return tuple(
-            x.cuda()
+            x.to(self.device)
             for x in (
                 *layout.pack_experts(self.w13, self.w13_scale, gated=True),
                 self.alpha13,
@@ -191,7 +195,7 @@ def run(packed, x, weights, ids, plan, expert_map=None, out=None):
     pairs, width = ids.numel(), packed[0].shape[1] * 8
     out = torch.full_like(x, float("nan")) if out is None else out
     poison = [
-        torch.full((n,), float("nan"), dtype=x.dtype, device="cuda")
+        torch.full((n,), float("nan"), dtype=x.dtype, device=x.device)
         for n in ops.workspace_sizes(pairs, width, x.shape[1])
     ]
     total = packed[0].shape[0] if expert_map is None else expert_map.numel()
@@ -212,10 +216,10 @@ def run(packed, x, weights, ids, plan, expert_map=None, out=None):
 
 
 def inputs(layer, tokens, choices, experts, hidden):
-    x = torch.randn(tokens, hidden, generator=layer.gen).bfloat16().cuda()
+    x = torch.randn(tokens, hidden, generator=layer.gen).bfloat16().to(layer.device)
     ids = torch.rand(tokens, experts, generator=layer.gen).topk(choices).indices.int()
     weights = torch.rand(tokens, choices, generator=layer.gen)
-    return x, weights.cuda(), ids.cuda()
+    return x, weights.to(layer.device), ids.to(layer.device)
 
 
 def assert_close(found, expected):
@@ -232,42 +236,46 @@ def needs_card(request):
         pytest.skip("needs a Hopper card")
 
 
-@pytest.mark.sm90
-@pytest.mark.parametrize("plan", [None, *PLANS], ids=str)
-@pytest.mark.parametrize("tokens,width,hidden", [(1, 128, 256), (150, 192, 384)])
-def test_layer_against_float64(plan, tokens, width, hidden):
-    layer = Layer(6, width, hidden, tokens)
+SIZES = (1, 128, 256), (150, 192, 384)
+
+
+@card_or_emulator(
+    "plan,tokens,width,hidden", [(plan, *size) for plan in (None, *PLANS) for size in SIZES], [(None, 150, 192, 384)]
+)
+def test_layer_against_float64(device, plan, tokens, width, hidden):
+    layer = Layer(6, width, hidden, tokens, device)
     x, weights, ids = inputs(layer, tokens, 3, 6, hidden)
     expected = layer.reference(x, weights, ids)
     assert_close(run(layer.packed(), x, weights, ids, plan), expected)
     assert_close(run(layer.packed(), x, weights, ids.long(), plan), expected)
 
 
-@pytest.mark.sm90
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_expert_map_and_absent_choices(plan):
-    layer = Layer(5, 128, 256, 7)
-    x, weights, ids = inputs(layer, 40, 4, 12, 256)
+@card_or_emulator("plan,width,hidden", [(plan, 128, 256) for plan in PLANS], [(SMALL, 256, 512), (NARROW, 192, 384)])
+def test_expert_map_and_absent_choices(device, plan, width, hidden):
+    layer = Layer(5, width, hidden, 7, device)
+    x, weights, ids = inputs(layer, 40, 4, 12, hidden)
     expert_map = torch.full((12,), -1, dtype=torch.int32)
     expert_map[[1, 4, 5, 9, 11]] = torch.tensor([3, 0, 2, 4, 1], dtype=torch.int32)
     ids[::3, 1] = -1
     ids[7] = -1
     local = torch.where(ids.cpu() >= 0, expert_map[ids.cpu().clamp(min=0).long()], -1)
-    out = run(layer.packed(), x, weights, ids, plan, expert_map.cuda())
+    out = run(layer.packed(), x, weights, ids, plan, expert_map.to(device))
     assert_close(out, layer.reference(x, weights, local))
     assert not out[7].any()
 
 
-@pytest.mark.sm90
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("width,hidden", [(192, 384), (256, 512)])  # 2 and 3, 2 and 4 chunks; rows that fill no block
-def test_experts_at_the_bounds_of_widths(plan, width, hidden):
+@card_or_emulator(  # 2 and 3, 2 and 4 chunks; rows that fill no block
+    "plan,width,hidden",
+    [(plan, *size) for plan in PLANS for size in ((192, 384), (256, 512))],
+    [(SMALL, 256, 512), (NARROW, 192, 384), (WIDE, 192, 384)],
+)
+def test_experts_at_the_bounds_of_widths(device, plan, width, hidden):
     sizes = [0, 1, 8, 9, 64, 65, 97, 200]
-    layer = Layer(len(sizes), width, hidden, 17)
+    layer = Layer(len(sizes), width, hidden, 17, device)
     order = torch.randperm(sum(sizes), generator=layer.gen)
-    ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[order, None].int().cuda()
-    x = torch.randn(len(order), hidden, generator=layer.gen).bfloat16().cuda()
-    weights = torch.rand(len(order), 1, generator=layer.gen).cuda()
+    ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[order, None].int().to(device)
+    x = torch.randn(len(order), hidden, generator=layer.gen).bfloat16().to(device)
+    weights = torch.rand(len(order), 1, generator=layer.gen).to(device)
     packed = layer.packed()
     out = run(packed, x, weights, ids, plan)
     assert_close(out, layer.reference(x, weights, ids))
@@ -283,10 +291,10 @@ def test_all_tokens_at_one_expert(plan):
     assert_close(run(layer.packed(), x, weights, ids, plan), layer.reference(x, weights, ids))
 
 
-@pytest.mark.sm90
-def test_many_pairs_take_the_routers_other_path():
-    layer = Layer(40, 128, 256, 11)
-    x, weights, ids = inputs(layer, 700, 8, 40, 256)
+@card_or_emulator("tokens,width,hidden", [(700, 128, 256)], [(260, 192, 384)])  # more than 2048 pairs
+def test_many_pairs_take_the_routers_other_path(device, tokens, width, hidden):
+    layer = Layer(40, width, hidden, 11, device)
+    x, weights, ids = inputs(layer, tokens, 8, 40, hidden)
     assert_close(
         run(layer.packed(), x, weights, ids, None), layer.reference(x, weights, ids)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled FP8 linears on Hopper: the choice and the plan anywhere, kernels on a card."""
+"""Block-scaled FP8 linears on Hopper: the choice and the plan anywhere, kernels on a card or emulated."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -7,10 +7,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tests.kernels.cuda_emulator import card_or_emulator
 from tests.kernels.quantization.few_tokens_oracle import e4m3, inputs, reference
 from vllm.model_executor.kernels.linear.scaled_mm import hopper_block_fp8 as hopper
 from vllm.model_executor.kernels.linear.scaled_mm.block_fp8_few_tokens import (
     MAX_TOKENS,
+    FewTokensPlan,
+    block_fp8_few_tokens,
     few_tokens_plan,
 )
 from vllm.model_executor.layers import linear
@@ -129,13 +132,19 @@ def test_a_split_output_is_a_view_of_the_padded_one(one_rank, monkeypatch, split
     assert y.stride() == ((256, 1) if split else (144, 1))
 
 
-# ---- on a card -------------------------------------------------------------------
+# ---- on a card, or emulated -------------------------------------------------------------------
 
 
-def on_card(tokens, rows, columns):
-    case = {name: t.cuda() for name, t in inputs(tokens, rows, columns).items()}
+def settle(weight):
+    """The kernel reads weights before the one in front has ended."""
+    if weight.is_cuda:
+        torch.cuda.synchronize()
+
+
+def on_card(tokens, rows, columns, device="cuda"):
+    case = {name: t.to(device) for name, t in inputs(tokens, rows, columns).items()}
     weight = case["codes"].to(torch.uint8).view(torch.float8_e4m3fn)
-    torch.cuda.synchronize()  # the kernel reads weights before the one in front has ended
+    settle(weight)
     return case, weight
 
 
@@ -143,21 +152,40 @@ def relative(y, want):
     return ((y.double() - want).norm() / want.norm()).item()
 
 
-@pytest.mark.sm90
-def test_every_code_widens_exactly():
+@card_or_emulator("tokens", [(64,)], [(64,)])
+def test_every_code_widens_exactly(device, tokens):
     """A unit vector per column reads the weight out."""
-    codes = torch.arange(256, device="cuda")
+    codes = torch.arange(256, device=device)
     codes[codes & 127 == 127] = 0
     weight = codes.repeat(128, 1)[:, :128].contiguous(), codes.repeat(128, 1)[:, 128:].contiguous()
-    scale = torch.ones(1, 1, device="cuda")
+    scale = torch.ones(1, 1, device=device)
     for half in weight:
         for start in (0, 64):
-            x = torch.eye(128, dtype=torch.bfloat16, device="cuda")[start : start + 64]
+            x = torch.eye(128, dtype=torch.bfloat16, device=device)[start : start + tokens]
             held = half.to(torch.uint8).view(torch.float8_e4m3fn)
-            torch.cuda.synchronize()
-            y = torch.ops.vllm.block_fp8_linear_sm90(x, held, scale)
-            want = torch.tensor([e4m3(c) for c in half[0, start : start + 64].tolist()]).cuda()
-            assert torch.equal(y.float(), want[:, None].expand(64, 128))
+            settle(held)
+            y = block_fp8_few_tokens(x, held, scale, FewTokensPlan(64, 1, 1))
+            want = torch.tensor([e4m3(c) for c in half[0, start : start + tokens].tolist()]).to(device)
+            assert torch.equal(y.float(), want[:, None].expand(tokens, 128))
+
+
+# Tokens, width, blocks of columns, blocks of a cluster, the share of each but the last.
+SHARES = [
+    (3, 8, 1, 1, 1),
+    (8, 8, 13, 1, 13),  # odd, and longer than the ring of copies
+    (7, 8, 14, 2, 7),
+    (5, 8, 10, 4, 3),
+    (33, 64, 3, 3, 1),
+    (64, 64, 13, 2, 7),
+    (57, 64, 7, 4, 2),
+]
+
+
+@card_or_emulator("tokens,width,blocks,split,share", SHARES[:3] + SHARES[4:6], SHARES)
+def test_shares_of_the_columns_add_up(device, tokens, width, blocks, split, share):
+    case, weight = on_card(tokens, 256, 128 * blocks, device)
+    y = block_fp8_few_tokens(case["x"], weight, case["scale"], FewTokensPlan(width, split, share))
+    assert relative(y, reference(**case)) < 2.0**-8
 
 
 @pytest.mark.sm90
