@@ -13,11 +13,15 @@ import glob
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 __all__ = ["SHARED_LIMIT", "Kernel", "machine_code", "per_device", "source"]
+
+_T = TypeVar("_T")
 
 SHARED_LIMIT = 232448  # bytes a block may ask for on SM90
 
@@ -266,16 +270,16 @@ def _config(
     )
 
 
-def per_device(build):
+def per_device(build: Callable[..., _T]) -> Callable[..., _T]:
     """Keep what ``build`` returns for equal arguments, for each device apart."""
 
     @functools.cache
-    def cached(device: int, *args: int, **macros: int) -> Kernel:
+    def cached(device: int, *args: int, **macros: int | str) -> _T:
         with torch.cuda.device(device):
             return build(*args, **macros)
 
     @functools.wraps(build)
-    def current(*args: int, **macros: int) -> Kernel:
+    def current(*args: int, **macros: int | str) -> _T:
         return cached(torch.cuda.current_device(), *args, **macros)
 
     return current
