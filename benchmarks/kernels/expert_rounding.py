@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the roundings of an expert kernel alone cost, without the kernel.
 
-Method: a layer of NVFP4 SiTU experts with random codes, block and tensor scales and a
-seeded routing, in float64 on the CPU. The same arithmetic is repeated with values put
-through BF16 where a kernel keeps them in BF16; reported is ‖out − ref‖/‖ref‖. Measured
-errors of the kernels themselves are in ``benchmarks/results/nvfp4_moe_h200.json``: this
-says which roundings explain them.
+Method: a small layer of `bench_nvfp4_moe.py`, in float64 on the CPU. The same arithmetic
+is repeated with values put through BF16 where a kernel keeps them in BF16; reported is
+‖out − ref‖/‖ref‖. Measured errors of the kernels themselves are in
+``benchmarks/results/nvfp4_moe_h200.json``: this says which roundings explain them.
 
-    python benchmarks/exactness/expert_rounding.py --json rounding.json
+    python benchmarks/kernels/expert_rounding.py --json rounding.json
 """
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from bench_nvfp4_moe import BETA, LINEAR_BETA, Layer
+from measure import error
 
-BETA, LINEAR_BETA = 4.0, 25.0
-LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
-HIDDEN, WIDTH, EXPERTS, TOKENS = 1792, 768, 32, 64
+EXPERTS, WIDTH, HIDDEN, TOKENS = 32, 768, 1792, 64
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -40,32 +39,18 @@ KERNELS: dict[str, tuple[Callable, ...]] = {
 }
 
 
-class Layer:
-    def __init__(self, seed: int = 0) -> None:
-        self.gen = torch.Generator().manual_seed(seed)
-        self.gate, self.up = self.bank(WIDTH, HIDDEN), self.bank(WIDTH, HIDDEN)
-        self.down = self.bank(HIDDEN, WIDTH)
-
-    def bank(self, rows: int, columns: int) -> torch.Tensor:
-        """Dequantised weights of about 1/sqrt(columns), float64 ``[experts, rows, columns]``."""
-        codes = torch.randint(0, 16, (EXPERTS, rows, columns), generator=self.gen)
-        scale = torch.rand(EXPERTS, rows, columns // 16, generator=self.gen) * 1.75 + 0.25
-        tensor = (torch.rand(EXPERTS, 1, 1, generator=self.gen) + 0.5) * 0.4 / math.sqrt(columns)
-        value = torch.cat([LEVELS, -LEVELS])[codes]
-        value *= scale.to(torch.float8_e4m3fn).double().repeat_interleave(16, -1)
-        return value.mul_(tensor.double())
-
-    def run(self, x, weights, ids, roundings) -> torch.Tensor:
-        """Float64 ``[tokens, hidden]``; ``roundings`` as in ``KERNELS``."""
-        gate_up, activation, row, weight, weighted = roundings
-        out = torch.zeros_like(x)
-        for expert in range(EXPERTS):
-            token, choice = (ids == expert).nonzero(as_tuple=True)
-            g, u = gate_up(x[token] @ self.gate[expert].T), gate_up(x[token] @ self.up[expert].T)
-            h = BETA * torch.tanh(g / BETA) * torch.sigmoid(g) * LINEAR_BETA * torch.tanh(u / LINEAR_BETA)
-            y = row(activation(h) @ self.down[expert].T)
-            out.index_add_(0, token, weighted(y * weight(weights[token, choice])[:, None]))
-        return out
+def rounded(layer: Layer, case: SimpleNamespace, roundings: tuple[Callable, ...]) -> torch.Tensor:
+    """``Layer.reference`` with ``roundings`` as in ``KERNELS``; float64 ``[tokens, hidden]``."""
+    gate_up, activation, row, weight, weighted = roundings
+    x = case.x.double()
+    out = torch.zeros_like(x)
+    for expert in range(layer.experts):
+        token, choice = (case.ids == expert).nonzero(as_tuple=True)
+        gate, up = gate_up(x[token] @ layer.expert("w13", expert).T).chunk(2, -1)
+        h = BETA * torch.tanh(gate / BETA) * torch.sigmoid(gate) * LINEAR_BETA * torch.tanh(up / LINEAR_BETA)
+        y = row(activation(h) @ layer.expert("w2", expert).T)
+        out.index_add_(0, token, weighted(y * weight(case.weights[token, choice, None].double())))
+    return out
 
 
 def main() -> None:
@@ -73,16 +58,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(2)
-    layer, rows = Layer(), []
+    layer, rows = Layer(EXPERTS, WIDTH, HIDDEN, 1, shared_scale=True, device="cpu"), []
     for choices in (2, 16):
-        x = bf16(torch.randn(TOKENS, HIDDEN, generator=layer.gen))
-        weights, ids = torch.rand(TOKENS, EXPERTS, generator=layer.gen).topk(choices)
-        weights = (weights / weights.sum(-1, keepdim=True)).double()
-        want = layer.run(x, weights, ids, (exact,) * 5)
+        case = layer.case(TOKENS, choices)
+        want = layer.reference(case)
         for name, roundings in KERNELS.items():
-            error = (bf16(layer.run(x, weights, ids, roundings)) - want).norm() / want.norm()
-            rows.append({"choices": choices, "kernel": name, "error": error.item()})
-            print(f"top-{choices:<3} {name:12} {error.item():.2e}", flush=True)
+            found = error(bf16(rounded(layer, case, roundings)), want)
+            rows.append({"choices": choices, "kernel": name, "error": found})
+            print(f"top-{choices:<3} {name:12} {found:.2e}", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"method": __doc__, "torch": torch.__version__, "rows": rows}, indent=1))
 
